@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.generate import BatchGenerator
 
@@ -15,8 +16,10 @@ from lmx_lab.engine.mlx.weights import fit_weights
 
 def main() -> None:
     channel = take_channel()
-    # The same BLAS and weights as in the engine.
+    # The same BLAS, functions and weights as in the engine.
     configure_blas()
+    if mx.default_device() == mx.cpu:
+        mx.disable_compile()
     model, tokenizer = load(child_settings()["model"])[:2]
     fit_weights(model, "auto", limit_bytes=memory.limit_bytes(None))
 

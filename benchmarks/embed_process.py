@@ -11,6 +11,7 @@ from benchmarks.processes import Reply, child_settings, serve_lines, take_channe
 from lmx_lab.engine import EmbeddingRequest, ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+from tests.support.engines import load_entry
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
 async def _start(settings: Settings, model: Path) -> ModelManager:
     manager = ModelManager(settings)
     await asyncio.to_thread(manager.start)
-    await manager.load_entry(Catalog(settings).resolve(str(model)))
+    await load_entry(manager, Catalog(settings).resolve(str(model)))
     return manager
 
 

@@ -15,9 +15,12 @@ from benchmarks.bench import Bench, BenchError
 from benchmarks.models import gguf_starter
 from benchmarks.paths import ROOT
 from benchmarks.report import Limit, Row
+from lmx_lab.engine.llama_cpp.engine import LlamaCppEngine
 from lmx_lab.engine.llama_cpp.memory_plan import kv_bytes_per_token
-from lmx_lab.engine.llama_cpp.model import HostedModel, host_model
+from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.memory import limit_bytes, total_bytes
+from lmx_lab.engine.model import EngineHost
+from lmx_lab.errors import NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import KvCacheDtype, LoadSpec
 from lmx_lab.weights.facts import read_gguf
@@ -53,16 +56,16 @@ async def _log_likelihood(count: int, dtype: KvCacheDtype | None) -> float:
     """Return the sum of the log-probabilities of the first tokens of the text, except for the first one."""
     spec = LoadSpec(model="smollm2-135m", kv_cache_dtype=dtype)
     entry, limit = with_marks(gguf_starter()), limit_bytes(None, total_bytes())
-    hosted = await host_model(entry, spec, Settings(slots=1), limit_bytes=limit)
+    model = await LlamaCppEngine(Settings(slots=1), EngineHost()).load(entry, spec, room_bytes=limit)
     try:
-        return await _score(hosted, count)
+        return await _score(model.tokenizer, count)
     finally:
-        await hosted.process.stop()
+        await model.close(NotLoadedError("the benchmark has ended"))
 
 
-async def _score(hosted: HostedModel, count: int) -> float:
+async def _score(tokenizer: LlamaTokenizer, count: int) -> float:
     text = TEXT.read_text(encoding="utf-8")
-    tokens = (await hosted.tokenize(text, at_most=count, parse_special=False))[:count]
+    tokens = (await tokenizer.tokenize(text, at_most=count, parse_special=False))[:count]
     body: dict[str, Any] = {
         "prompt": tokens[:1],
         "n_predict": count - 1,
@@ -70,7 +73,7 @@ async def _score(hosted: HostedModel, count: int) -> float:
         "temperature": 0,
         "grammar": f"root ::= {' '.join(f'<[{token}]>' for token in tokens[1:])}",
     }
-    scored = (await hosted.connection.post("/completion", body))["completion_probabilities"]
+    scored = (await tokenizer.connection.post("/completion", body))["completion_probabilities"]
     if [entry["id"] for entry in scored] != tokens[1:]:
         raise BenchError("llama.cpp has not generated the tokens of the text")
     return sum(float(entry["logprob"]) for entry in scored)

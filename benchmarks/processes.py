@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -58,12 +57,6 @@ def end(process: subprocess.Popen[str]) -> None:
 def log_tail(name: str) -> str:
     """Return the last five lines of a process's log."""
     return "\n".join((LOGS / f"{name}.log").read_text(errors="replace").splitlines()[-5:])
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 class Worker:

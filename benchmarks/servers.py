@@ -16,13 +16,14 @@ import psutil
 
 from benchmarks import client, prompts
 from benchmarks.bench import BenchError
-from benchmarks.processes import START_S, Reply, Worker, end, folder_argument, free_port, log_tail, spawn
+from benchmarks.processes import START_S, Reply, Worker, end, folder_argument, log_tail, spawn
 from lmx_lab.engine.llama_cpp.memory_plan import plan_context
 from lmx_lab.engine.mlx.memory import limit_bytes
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.facts import read_gguf
+from tests.support.sockets import free_port
 
 POLL_S = 0.002
 

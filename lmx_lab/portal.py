@@ -61,15 +61,8 @@ class _Call(Generic[T]):
 
     def _start(self) -> None:
         self._running.add(self)
-        self._task = self._loop.create_task(self._run())
+        self._task = self._loop.create_task(_guarded(self._coro))
         self._task.add_done_callback(self._finish)
-
-    async def _run(self) -> T:
-        try:
-            return await self._coro
-        except (SystemExit, KeyboardInterrupt) as exc:
-            # Raised by a task, these exceptions would end the loop for all its users.
-            raise HostingError(f"code on the server's loop tried to exit the process: {exc!r}") from exc
 
     def _finish(self, task: asyncio.Task[T]) -> None:
         self._running.discard(self)
@@ -83,6 +76,15 @@ class _Call(Generic[T]):
             self.future.set_exception(error)
         else:
             self.future.set_result(task.result())
+
+
+async def _guarded(coro: Coroutine[Any, Any, T]) -> T:
+    """Await a coroutine. A function without ``_Call``, which would refer to an error that refers to its frame."""
+    try:
+        return await coro
+    except (SystemExit, KeyboardInterrupt) as exc:
+        # Raised by a task, these exceptions would end the loop for all its users.
+        raise HostingError(f"code on the server's loop tried to exit the process: {exc!r}") from exc
 
 
 def _cancel(call: weakref.ref[_Call[Any]]) -> None:
@@ -464,6 +466,10 @@ async def receive(future: concurrent.futures.Future[T]) -> T:
         waiting.cancel()
         future.add_done_callback(_close_result)
         raise
+    finally:
+        # An error refers to this frame. If the frame referred to the error, its other frames, and so the request, would
+        # stay in memory until the garbage collector runs.
+        del waiting, future
 
 
 def _close_result(done: concurrent.futures.Future[Any] | asyncio.Task[Any]) -> None:

@@ -235,7 +235,7 @@ def _send_at_once(target: Target, exchange: Exchange, body: HostileBody, count: 
         code = error.get("code", "")
         if not body.refused:
             fine = status in (200, 201, 1000) or code not in ("", "internal-error")
-        elif status == 1011:
+        elif status in (1008, 1009):
             # A WebSocket sends an error before it closes.
             fine = code in ("invalid-request", "body-too-large")
         else:

@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from soak.chat_requests import TIMEOUT_S, ChatResult, ReferenceChat, record_reference
 from soak.programs import SMALL_CACHE, Daemon, Home, Server, end_and_check, wait_until
 from soak.report import Row, Soak
-from soak.resources import Allowance, ResourceMonitor
+from soak.resources import POOL, Allowance, ResourceMonitor
 from tests.support.model_server import Scripted, says
 
 IDLE, QUICK_IDLE = 256, 64
@@ -70,7 +70,7 @@ def beside_a_chat(soak: Soak, server: Server) -> Row:
     """Chat while hundreds of idle streams and WebSockets are open, in several rounds."""
     row = Row(part="connections: idle, with a chat")
     reference = asyncio.run(ReferenceChat.record(server.url))
-    monitor = ResourceMonitor(server.pid)
+    monitor = ResourceMonitor(server.pid, allowance=Allowance(threads=POOL))
     for _ in range(_warm_ups(soak)):
         asyncio.run(_chat_beside_idle(server.url, _idle(soak), 2, reference, Row(part="warm-up")))
     monitor.begin()

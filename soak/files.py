@@ -16,7 +16,7 @@ from soak.chat_requests import ReferenceChat, record_reference
 from soak.models import tiny
 from soak.programs import Home, Server, end_and_check
 from soak.report import Row, Soak
-from soak.resources import Allowance, ResourceMonitor
+from soak.resources import POOL, Allowance, ResourceMonitor
 
 ROUNDS, QUICK_ROUNDS = 20, 3
 AT_ONCE = 40
@@ -54,7 +54,7 @@ def special_files(soak: Soak) -> Row:
         bad = _write_models(home.folder / "models", soak.folder)
         with Server(home, tiny(soak, "MLX")) as server:
             reference = asyncio.run(ReferenceChat.record(server.url))
-            monitor = ResourceMonitor(server.pid, allowance=Allowance(rss_mb=20.0))
+            monitor = ResourceMonitor(server.pid, allowance=Allowance(rss_mb=20.0, threads=POOL))
             for number in range(1 + (QUICK_ROUNDS if soak.quick else ROUNDS)):
                 if number == 1:
                     monitor.begin()
@@ -73,7 +73,7 @@ def hanging_disk(soak: Soak) -> Row:
         _write_models(home.folder / "models", soak.folder)
         with Server(home, tiny(soak, "MLX"), code=HANGS) as server:
             reference = asyncio.run(ReferenceChat.record(server.url))
-            monitor = ResourceMonitor(server.pid, allowance=Allowance(rss_mb=20.0))
+            monitor = ResourceMonitor(server.pid, allowance=Allowance(rss_mb=20.0, threads=POOL))
             for number in range(1 + (QUICK_ROUNDS if soak.quick else ROUNDS)):
                 if number == 1:
                     monitor.begin()

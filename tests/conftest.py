@@ -172,9 +172,9 @@ def _cache_tokenizers():
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
     from tokenizers import Tokenizer
 
-    from lmx_lab.engine.mlx import model
+    from lmx_lab.engine.mlx import load
 
-    read, lock = model.load_tokenizer, threading.Lock()
+    read, lock = load.load_tokenizer, threading.Lock()
 
     @functools.lru_cache(maxsize=4)
     def cached(path: Path, _files: object, options: tuple[tuple[str, Any], ...]) -> Any:
@@ -190,7 +190,7 @@ def _cache_tokenizers():
         # deepcopy does not copy an object whose reduction is a string.
         patched.setitem(copyreg.dispatch_table, Tokenizer, lambda tokenizer: "shared")
         patched.setattr(BPEStreamingDetokenizer, "__deepcopy__", lambda self, memo: copy.copy(self), raising=False)
-        patched.setattr(model, "load_tokenizer", load_copy)
+        patched.setattr(load, "load_tokenizer", load_copy)
         yield
 
 

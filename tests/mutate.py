@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 COPY = ROOT / "build" / "mutants"
 RESULTS = ROOT / "tests" / "mutants.txt"
 FORMATS = "tests/contract/formats"
-SUBSCRIPTION = ("", "_cursors", "_cuts", "_filters", "_parts")
+SUBSCRIPTION = ("", "_cuts", "_daemon", "_parts")
 PROMPTS = "tests/engine/contract/test_prompts.py tests/engine/contract/test_forms.py"
 MODULES: Mapping[str, tuple[str, int | None]] = {
     "engine/scheduler": ("tests/engine/test_scheduler.py", None),
@@ -33,10 +34,13 @@ MODULES: Mapping[str, tuple[str, int | None]] = {
     "server/responses/writer": (f"{FORMATS} tests/flows/test_responses.py", 120),
     "server/ollama": (f"{FORMATS} tests/flows/test_ollama.py", 120),
     "client/subscription": (" ".join(f"tests/client/test_subscription{part}.py" for part in SUBSCRIPTION), 120),
-    "batch/run": ("tests/batch", 120),
-    "engine/preparer": (PROMPTS, 60),
-    "engine/mlx/prepare": (PROMPTS, 60),
-    "engine/llama_cpp/prepare": (PROMPTS, 60),
+    "batch/run": ("tests/batch tests/evals/test_evaluate.py", 120),
+    "engine/preparer": (
+        "tests/engine/contract tests/engine/echo tests/instrument/test_branches.py -k 'not mlx and not gguf'",
+        60,
+    ),
+    "engine/mlx/tokenizer": (f"{PROMPTS} -k mlx", 60),
+    "engine/llama_cpp/tokenizer": (f"{PROMPTS} -k gguf", 60),
 }
 """Tests of each module, and the largest number of mutants: of more, every second, third … is tried."""
 # With CI, hypothesis draws the same examples each time. The tests import the copy, also in the programs they start.
@@ -86,7 +90,7 @@ def try_mutants(module: str, patience_s: float) -> str:
             *("-n", "0", "-p", "no:cacheprovider", "-p", "tests.mutate", "-m", "not long"),
             *("--timeout", "0"),  # Only mutmut's limit counts, which depends on the usual duration.
         ],
-        "pytest_add_cli_args_test_selection": tests.split(),
+        "pytest_add_cli_args_test_selection": shlex.split(tests),
         "timeout_multiplier": 4.0,
         "timeout_constant": patience_s / 4,
     }

@@ -1,15 +1,9 @@
 """Test blocking methods and streams that are made from coroutines: both forms of a function, callbacks and streams."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect
-import os
-import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
 
 import pytest
 
@@ -26,7 +20,7 @@ from lmx_lab.blocking import (
 )
 from lmx_lab.errors import ArgumentError, HostingError, QueueFullError
 from lmx_lab.portal import LoopThread
-from tests.support.waiting import interrupt_when, until
+from tests.support.waiting import interrupt, interrupt_when, until
 
 WAIT_S = 60.0
 
@@ -34,34 +28,32 @@ WAIT_S = 60.0
 class Result:
     """A result that has to be closed if no caller receives it."""
 
-    def __init__(self) -> None:
-        self.closed = False
+    closed = False
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
 class Counter:
     """An object with steps on the loop of a thread."""
 
-    def __init__(self, thread: LoopThread) -> None:
+    def __init__(self, thread):
         self._portal = Portal(lambda: self._checked(thread))
         self.in_use = True
-        self.threads: list[str] = []
+        self.threads = []
         self.started = threading.Event()
         self.cancelled = threading.Event()
-        self.results: list[Result] = []
-        self.work: Coroutine[Any, Any, int]
+        self.results = []
 
-    def _checked(self, thread: LoopThread) -> LoopThread:
+    def _checked(self, thread):
         if not self.in_use:
             raise HostingError("not in use")
         return thread
 
-    def _note_thread(self) -> None:
+    def _note_thread(self):
         self.threads.append(threading.current_thread().name)
 
-    async def _double(self, number: int) -> int:
+    async def _double(self, number):
         self._note_thread()
         return 2 * number
 
@@ -77,42 +69,41 @@ class Counter:
 
     compute, acompute = both(_compute)
 
-    async def _never(self) -> None:
+    async def _never(self):
         self.started.set()
         try:
             await asyncio.Event().wait()
         finally:
             self.cancelled.set()
 
-    async def _wait(self) -> str:
+    async def _wait(self):
         try:
             await on_loop(self._portal, self._never())
         except (KeyboardInterrupt, asyncio.CancelledError) as exc:
             return type(exc).__name__
-        return ""
 
     wait, await_ = both(_wait)
 
-    async def _interrupt_between(self) -> int:
-        os.kill(os.getpid(), signal.SIGINT)
+    async def _interrupt_between(self):
+        interrupt()
         self.work = self._double(1)
         return await on_loop(self._portal, self.work)
 
     interrupt_between = blocking(_interrupt_between)
 
-    async def _open(self) -> Result:
+    async def _open(self):
         result = await on_loop(self._portal, self._make())
         # The last step has ended, therefore no step cancels and raises this.
-        os.kill(os.getpid(), signal.SIGINT)
+        interrupt()
         return result
 
-    async def _make(self) -> Result:
+    async def _make(self):
         self.results.append(Result())
         return self.results[-1]
 
     open = blocking(_open)
 
-    async def _nest(self, function: Callable[[Counter], int]) -> tuple[int, int]:
+    async def _nest(self, function):
         return function(self), await on_loop(self._portal, self._double(1))
 
     nest, anest = both(_nest)
@@ -152,19 +143,14 @@ def test_the_awaited_form_runs_its_own_code_on_the_callers_loop(counter):
 
 
 def test_an_error_is_raised_in_both_forms(counter):
-    with pytest.raises(ValueError, match="failed"):
-        counter.compute(1, fail=True)
-    with pytest.raises(ValueError, match="failed"):
-        asyncio.run(counter.acompute(1, fail=True))
-
-
-def test_an_owner_that_is_not_in_use_runs_no_step(counter):
-    counter.in_use = False
-    with pytest.raises(HostingError, match="not in use"):
-        counter.compute(1)
-    with pytest.raises(HostingError, match="not in use"):
-        asyncio.run(counter.acompute(1))
-    assert counter.threads == ["MainThread"] * 2
+    for call in (counter.compute, lambda *args, **options: asyncio.run(counter.acompute(*args, **options))):
+        counter.in_use = True
+        with pytest.raises(ValueError, match="failed"):
+            call(1, fail=True)
+        counter.in_use, counter.threads = False, []
+        with pytest.raises(HostingError, match="not in use"):
+            call(1)
+        assert counter.threads == ["MainThread"], "no step was run"
 
 
 def test_both_forms_have_the_name_the_signature_and_the_docstring_of_the_function():
@@ -176,12 +162,12 @@ def test_both_forms_have_the_name_the_signature_and_the_docstring_of_the_functio
     assert not inspect.iscoroutinefunction(Counter.compute)
 
 
-def in_a_task(counter):
-    """Call the awaitable form in a task that code of the blocking form creates."""
-    return asyncio.run(counter.acompute(1))
-
-
-@pytest.mark.parametrize("function", [in_a_task, lambda counter: counter.compute(1)], ids=["awaited", "blocking"])
+@pytest.mark.parametrize(
+    "function",
+    # The first is called in a task that code of the blocking form creates.
+    [lambda counter: asyncio.run(counter.acompute(1)), lambda counter: counter.compute(1)],
+    ids=["awaited", "blocking"],
+)
 def test_code_of_a_blocking_call_can_call_both_forms(counter, function):
     assert counter.nest(function) == (4, 2)
 
@@ -319,28 +305,35 @@ async def test_the_number_of_pending_calls_is_limited():
 
 
 class Counting:
-    """A source of numbers that records how many were requested and how it was left."""
+    """A source of numbers that records how many were requested, how it was left, and the tasks that used it.
 
-    def __init__(self, last: int = 10**9, callbacks: CallbackQueue | None = None) -> None:
-        self.last = last
+    Args:
+        item: Coroutine function that returns each item instead of a number.
+    """
+
+    def __init__(self, last=10**9, item=None):
+        self.last, self.item = last, item
         self.given = 0
-        self.left: str | None = None
-        self.callbacks = callbacks
+        self.left = None
+        self.tasks = set()
 
-    async def __aenter__(self) -> Counting:
+    async def __aenter__(self):
+        self.tasks.add(asyncio.current_task())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    async def __aexit__(self, kind, *_):
+        self.tasks.add(asyncio.current_task())
         self.left = kind.__name__ if kind else "well"
 
-    def __aiter__(self) -> Counting:
+    def __aiter__(self):
         return self
 
-    async def __anext__(self) -> int:
+    async def __anext__(self):
+        self.tasks.add(asyncio.current_task())
         if self.given == self.last:
             raise StopAsyncIteration
         self.given += 1
-        return self.given
+        return self.given if self.item is None else await self.item()
 
 
 def test_an_item_is_requested_only_when_it_is_needed(portal):
@@ -351,6 +344,7 @@ def test_an_item_is_requested_only_when_it_is_needed(portal):
     assert list(stream) == [3]
     assert list(stream) == []
     assert source.left == "well"
+    assert len(source.tasks) == 1, "cancel scopes, which libraries use, must be left by the task that entered them"
 
 
 @pytest.mark.parametrize(("way", "left"), [("with", "well"), ("close", "CancelledError"), ("drop", "CancelledError")])
@@ -380,59 +374,26 @@ def test_an_error_in_the_block_cancels_the_source(portal):
     assert source.left == "CancelledError"
 
 
-def test_a_stream_can_call_back_while_its_reader_waits(portal):
-    class Asking(Counting):
-        async def __anext__(self) -> int:
-            assert self.callbacks is not None
-            return await self.callbacks.call(threading.get_ident)
-
-    with BlockingStream(portal, lambda callbacks: Asking(callbacks=callbacks)) as items:
-        assert [next(items), next(items)] == [threading.get_ident()] * 2
-
-
 def test_an_error_of_the_source_is_raised_and_ends_the_stream(portal):
-    class Failing(Counting):
-        async def __anext__(self) -> int:
-            raise QueueFullError("full")
+    async def fail():
+        raise QueueFullError("full")
 
-    stream = BlockingStream(portal, lambda _: Failing())
+    stream = BlockingStream(portal, lambda _: Counting(item=fail))
     with pytest.raises(QueueFullError):
         next(stream)
     assert list(stream) == []
 
 
-def test_a_second_thread_that_reads_the_same_stream_is_refused(portal):
-    class Asking(Counting):
-        async def __anext__(self) -> int:
-            assert self.callbacks is not None
-            return await self.callbacks.call(lambda: list(thread_reads()) and 1)
+def test_a_stream_can_call_back_while_its_reader_waits(portal):
+    with BlockingStream(portal, lambda calls: Counting(item=lambda: calls.call(threading.get_ident))) as items:
+        assert [next(items), next(items)] == [threading.get_ident()] * 2
 
-    def thread_reads() -> Iterator[None]:
+
+def test_a_second_thread_that_reads_the_same_stream_is_refused(portal):
+    def read_again():
         with pytest.raises(RuntimeError, match="two threads"):
             next(items)
-        yield
+        return 1
 
-    with BlockingStream(portal, lambda callbacks: Asking(callbacks=callbacks)) as items:
+    with BlockingStream(portal, lambda calls: Counting(item=lambda: calls.call(read_again))) as items:
         assert next(items) == 1
-
-
-def test_a_source_is_entered_read_and_left_in_one_task(portal):
-    """Cancel scopes, which libraries use, must be left by the task that entered them."""
-    tasks = []
-
-    class Scoped(Counting):
-        async def __aenter__(self) -> Counting:
-            tasks.append(asyncio.current_task())
-            return self
-
-        async def __anext__(self) -> int:
-            tasks.append(asyncio.current_task())
-            return await super().__anext__()
-
-        async def __aexit__(self, *_: Any) -> None:
-            tasks.append(asyncio.current_task())
-
-    with BlockingStream(portal, lambda _: Scoped(2)) as items:
-        assert list(items) == [1, 2]
-    assert len(tasks) == 5
-    assert len(set(map(id, tasks))) == 1

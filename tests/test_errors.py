@@ -32,18 +32,3 @@ def test_the_tree_in_the_docstring_has_all_classes():
 def test_every_error_has_a_status_and_a_body(kind):
     response = respond({"path": "/", "lmx_lab.request_id": "req_1"}, kind("what, the limit, the next step"))
     assert 400 <= status_of(kind("")) == response.status_code < 600
-
-
-@pytest.mark.parametrize(
-    ("kind", "code", "status"),
-    [
-        (errors.NotLoadedError, "no-model-loaded", 503),
-        (errors.ModelNotFoundError, "model-not-found", 404),
-        (errors.StorageFullError, "storage-full", 507),
-        (errors.GenerationTimeoutError, "lmx-timeout", 504),
-        (errors.OutOfMemoryError, "oom-unloaded", 503),
-        (errors.InvalidRequestError, "invalid-request", 400),
-    ],
-)
-def test_codes_have_the_statuses_of_the_specification(kind, code, status):
-    assert (kind.code, status_of(kind(""))) == (code, status)

@@ -3,8 +3,6 @@
 import ast
 import functools
 import importlib
-import json
-import re
 import sys
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 from lmx_lab.errors import LabError, MissingPackageError
 from lmx_lab.extras import OPTIONAL, import_optional, install_command
 from tests.support.commands import run_command
-from tests.support.extras import EXTRAS, OF_MAKE_LAB, modules_outside, names, packages_of_modules
+from tests.support.extras import EXTRAS, modules_outside, names, packages_of_modules
 from tests.support.programs import script_result
 
 ROOT = Path(__file__).parent.parent
@@ -133,13 +131,15 @@ def test_without_a_package_its_use_is_one_line_with_the_command_that_installs_it
     ("module", "arguments"),
     [
         ("pandas", ["bench", "--url", "127.0.0.1:1"]),
+        ("matplotlib", ["bench", "--url", "127.0.0.1:1", "--plot", "bench.png"]),
         ("zeroconf", ["discover"]),
         ("opentelemetry.sdk", ["serve", "--model", "echo", "--port", "0", "--otel", "spans"]),
         ("zeroconf", ["serve", "--port", "0", "--host", "0.0.0.0", "--announce"]),
     ],
 )
 def test_a_command_without_a_package_prints_one_line(module, arguments, tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "lmx_lab.server.telemetry", raising=False)
+    for importer in ("lmx_lab.server.telemetry", "lmx_lab.bench.plots"):
+        monkeypatch.delitem(sys.modules, importer, raising=False)
     for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
@@ -171,13 +171,3 @@ def test_the_error_is_an_import_error_for_callers_that_catch_one(monkeypatch):
         import_optional("segno", "a QR code")
     assert isinstance(caught.value, MissingPackageError)
     assert str(caught.value) == "a QR code needs segno, which is not installed: pip install 'lmx-lab[lan]'"
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_imports_only_what_make_lab_installs(path):
-    """``tests/notebooks`` runs each notebook without the other modules."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    # Magics and shell commands are not Python.
-    code = "\n".join(re.sub(r"^%%.*(?s:.*)|^\s*[%!].*", "", source, flags=re.MULTILINE) for source in sources)
-    assert not set(imported(code)) & modules_outside(*OF_MAKE_LAB)

@@ -70,11 +70,7 @@ def test_a_server_on_a_thread_works_while_its_caller_is_busy(thread):
     assert fetch(host.port) == "ok"
     thread.run(host.stop())
     bind("127.0.0.1", host.port, explicit=True).close()
-
-
-def test_the_thread_is_a_daemon_thread_with_a_name(thread):
-    assert thread._thread.daemon
-    assert thread._thread.name == "lmx-lab-server"
+    assert (thread._thread.daemon, thread._thread.name) == (True, "lmx-lab-server")
 
 
 def test_an_error_at_startup_on_a_thread_is_raised_in_the_caller(thread):
@@ -165,19 +161,16 @@ def test_stop_cancels_pending_work_and_raises_in_waiting_callers(thread):
     assert ended == ["cancelled"]
     with pytest.raises(HostingError, match="stopped"):
         future.result(WAIT_S)
+    for refused in (lambda: thread.run(asyncio.sleep(0)), thread.start):
+        with pytest.raises(HostingError):
+            refused()
 
 
-def test_submitting_work_to_a_stopped_thread_is_an_error():
+def test_a_thread_must_be_started():
     thread = LoopThread()
     for refused in (lambda: thread.run(asyncio.sleep(0)), lambda: thread.submit(asyncio.sleep(0)), lambda: thread.loop):
         with pytest.raises(HostingError):
             refused()
-    thread.start()
-    thread.stop()
-    with pytest.raises(HostingError):
-        thread.run(asyncio.sleep(0))
-    with pytest.raises(HostingError):
-        thread.start()
 
 
 def test_work_that_raises_system_exit_does_not_end_the_event_loop(thread):
@@ -270,16 +263,12 @@ print(fetch(host.port))
 
 
 @pytest.mark.slow
-def test_a_script_with_a_running_server_exits_with_zero_after_the_end_of_the_lifespan():
-    done = script_result(SCRIPT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\nended True\n", "")
-
-
-@pytest.mark.slow
-def test_a_script_exits_without_atexit_too():
-    script = SCRIPT.replace("atexit.register", "(lambda *_: None)")
-    done = script_result(script)
-    assert (done.returncode, done.stdout) == (0, "ok\n")
+@pytest.mark.parametrize(
+    ("register", "printed"), [("atexit.register", "ok\nended True\n"), ("(lambda *_: None)", "ok\n")]
+)
+def test_a_script_with_a_running_server_exits_with_zero_with_and_without_atexit(register, printed):
+    done = script_result(SCRIPT.replace("atexit.register", register))
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
 def test_a_loop_that_waits_for_another_thread_sees_callbacks_that_do_not_wake_it():
@@ -321,30 +310,20 @@ def hosted_main(function, *, loop_factory=None):
         return runner.run(main())
 
 
-def test_a_free_host_runs_the_steps():
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_free_host_runs_the_steps_and_the_thread_those_of_a_blocked_host(kind):
+    factory = (
+        pytest.importorskip("uvloop", reason="uvloop is not installed").new_event_loop if kind == "uvloop" else None
+    )
+
     async def names(hosted):
-        return {await receive(hosted.submit(thread_name())) for _ in range(20)}
-
-    assert "MainThread" in hosted_main(names)
-
-
-def test_the_thread_runs_the_steps_while_the_host_is_blocked_and_the_host_continues():
-    async def names(hosted):
-        future = hosted.submit(thread_name())
-        while_blocked = future.result(WAIT_S)
+        assert "MainThread" in {await receive(hosted.submit(thread_name())) for _ in range(20)}
+        while_blocked = [hosted.submit(thread_name()).result(WAIT_S), *(hosted.run(thread_name()) for _ in range(5))]
         while await receive(hosted.submit(thread_name())) != "MainThread":
             pass
         return while_blocked
 
-    assert hosted_main(names) == "test-hosted"
-
-
-def test_a_call_that_blocks_the_host_gets_its_result():
-    async def call(hosted):
-        await receive(hosted.submit(asyncio.sleep(0)))
-        return [hosted.run(thread_name()) for _ in range(5)]
-
-    assert hosted_main(call) == ["test-hosted"] * 5
+    assert hosted_main(names, loop_factory=factory) == ["test-hosted"] * 6
 
 
 def test_connections_tasks_and_timers_survive_each_change_of_the_driver():
@@ -421,28 +400,6 @@ def test_a_loop_outlives_its_host():
         hosted, server = asyncio.run(start())
         assert [fetch(server.port) for _ in range(3)] == ["ok"] * 3
         hosted.run(server.stop())
-
-
-def test_uvloop_can_be_the_host():
-    uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed")
-
-    async def names(hosted):
-        awaited = {await receive(hosted.submit(thread_name())) for _ in range(20)}
-        return "MainThread" in awaited, hosted.run(thread_name())
-
-    assert hosted_main(names, loop_factory=uvloop.new_event_loop) == (True, "test-hosted")
-
-
-def test_code_of_the_loop_cannot_wait_for_the_loop_in_either_driver():
-    async def calls(hosted):
-        async def misuse():
-            return hosted.run(asyncio.sleep(0))
-
-        for wait in (lambda: receive(hosted.submit(misuse())), lambda: asyncio.to_thread(hosted.run, misuse())):
-            with pytest.raises(HostingError, match="wait forever"):
-                await wait()
-
-    hosted_main(calls)
 
 
 def test_a_call_that_waits_for_data_survives_garbage_collection(thread):

@@ -18,31 +18,23 @@ def test_arguments_take_precedence_over_the_environment_and_the_environment_over
 
 
 def test_variables_are_converted_to_the_types_of_the_settings():
-    environ = {
-        "LMX_LAB_HOME": "~/lab",
-        "LMX_LAB_MODEL_FOLDERS": os.pathsep.join(["/a", "/b"]),
-        "LMX_LAB_DOWNLOADS": "false",
-        "LMX_LAB_DRAIN_S": "1.5",
-        "LMX_LAB_API_KEY": "k",
-        "LMX_LAB_CORS_ORIGINS": "http://a,http://b",
-        "LMX_LAB_MEMORY_LIMIT_BYTES": "1000",
-        "LMX_LAB_PREFIX_CACHE_BYTES": "0",
-        "LMX_LAB_SWAP": "1",
-        "LMX_LAB_IDLE_UNLOAD_S": "300",
-        "LMX_LAB_DAEMON_PORT": "9401",
-        "LMX_LAB_UPSTREAM": "http://127.0.0.1:11434",
+    values = {
+        "home": ("~/lab", Path.home() / "lab"),
+        "model_folders": (os.pathsep.join(["/a", "/b"]), (Path("/a"), Path("/b"))),
+        "downloads": ("false", False),
+        "drain_s": ("1.5", 1.5),
+        "api_key": ("k", "k"),
+        "cors_origins": ("http://a,http://b", ("http://a", "http://b")),
+        "memory_limit_bytes": ("1000", 1000),
+        "prefix_cache_bytes": ("0", 0),
+        "swap": ("1", True),
+        "idle_unload_s": ("300", 300.0),
+        "daemon_port": ("9401", 9401),
+        "upstream": ("http://127.0.0.1:11434", "http://127.0.0.1:11434"),
     }
-    settings = Settings.read(environ)
-    assert settings.home == Path.home() / "lab"
-    assert settings.model_folders == (Path("/a"), Path("/b"))
-    assert settings.downloads is False
-    assert settings.drain_s == 1.5
-    assert settings.cors_origins == ("http://a", "http://b")
-    assert settings.memory_limit_bytes == 1000
-    assert settings.prefix_cache_bytes == 0
+    settings = Settings.read({f"LMX_LAB_{name.upper()}": text for name, (text, _) in values.items()})
+    assert {name: getattr(settings, name) for name in values} == {name: value for name, (_, value) in values.items()}
     assert settings.swap is True
-    assert settings.idle_unload_s == 300.0
-    assert (settings.daemon_port, settings.upstream) == (9401, "http://127.0.0.1:11434")
     assert settings.daemon_folder == Path.home() / "lab" / "daemon"
 
 

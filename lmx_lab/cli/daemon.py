@@ -99,11 +99,11 @@ def _check_upstream(url: str | None) -> None:
     from lmx_lab.client.connection import normalize_address
 
     try:
-        # An address with neither scheme nor port would be a web site at port 80.
-        is_complete = "://" in url or urlsplit(normalize_address(url)).port is not None
+        address = normalize_address(url)
     except InvalidRequestError as exc:
         raise InvalidRequestError(exc.message.replace("url:", "upstream:", 1), param="upstream") from None
-    if not is_complete:
+    # An address with neither scheme nor port would be a web site at port 80.
+    if "://" not in url and urlsplit(address).port is None:
         raise InvalidRequestError(
             f"upstream: {url!r:.200} has neither http:// nor a port; give an address such as http://127.0.0.1:8400",
             param="upstream",

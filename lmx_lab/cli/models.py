@@ -116,8 +116,8 @@ def models() -> None:
 
     The list goes to standard output, hints on the next step to standard error.
     """
+    from lmx_lab.engine.engines import ENGINES
     from lmx_lab.engine.find import preferred_engine
-    from lmx_lab.engine.registry import ENGINES
     from lmx_lab.engine.speeds import read_speeds
     from lmx_lab.weights import Catalog
     from lmx_lab.weights.starters import STARTERS
@@ -205,8 +205,8 @@ def _print_wide(table: Table) -> None:
 
 def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> None:
     """Print a row for each model, whatever the number of its formats."""
+    from lmx_lab.engine.engines import engine_for
     from lmx_lab.engine.find import by_preference
-    from lmx_lab.engine.registry import engine_for
 
     table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for formats in by_model(entries).values():

@@ -18,7 +18,7 @@ from lmx_lab.engine.requests import (
     ToolUse,
     TraceRequest,
 )
-from lmx_lab.engine.stream import Answer, Pending
+from lmx_lab.engine.stream import Answer
 
 __all__ = [
     "AnswerFormat",
@@ -29,7 +29,6 @@ __all__ = [
     "GenerationRequest",
     "InfillPrompt",
     "ModelManager",
-    "Pending",
     "Ranking",
     "RerankRequest",
     "Sampling",

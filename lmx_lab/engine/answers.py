@@ -13,11 +13,11 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from lmx_lab.engine.admission import AdmissionControl, Permit
+from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Turns, Verdict
 from lmx_lab.engine.stream import Answer, Item, Mailbox
@@ -232,8 +232,6 @@ class Answers(Generic[Row]):
     """The accepted generations of one model, queued and running.
 
     Args:
-        totals: Counts the tokens of the generations that have ended.
-        on_change: Called before items are passed on, so that the state of the engine is as new as they are.
         post: Runs a function on the thread that computes the model, and may be called from any thread. By default, the
             model is computed by the running event loop.
     """
@@ -241,18 +239,18 @@ class Answers(Generic[Row]):
     def __init__(
         self,
         computation: Computation[Row],
-        totals: TokenTotals,
         *,
         slots: int,
         turns: Turns,
-        on_change: Callable[[], object],
         post: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
         # A weak reference, because the computation owns this object: a cycle would keep an unloaded model until it is
         # collected.
         self._computation: Computation[Row] = weakref.proxy(computation)
-        self._totals = totals
-        self._on_change = on_change
+        self._ended = TokenTotals()
+        """Counts of the generations that have ended."""
+        self.progress_at = time.perf_counter()
+        """When ``deliver`` was last called, which is after each step."""
         self.post_work = post or asyncio.get_running_loop().call_soon_threadsafe
         self._turns = turns
         self._slot_times = SlotTimes()
@@ -274,10 +272,15 @@ class Answers(Generic[Row]):
             at_most_s=min(map(self._computation.remaining_s, running)),
         )
 
-    def count(self, totals: TokenTotals) -> None:
-        """Add the tokens of the generations that have not ended to ``totals``."""
-        for generation in (*self.scheduler.running, *self.scheduler.queued):
+    @property
+    def totals(self) -> TokenTotals:
+        """Counts of all generations since the load. May be read on any thread."""
+        # Those that have ended are read first: a generation that ends meanwhile is then missing, and not counted twice.
+        totals = replace(self._ended)
+        # One that is paused meanwhile would be in both.
+        for generation in dict.fromkeys((*self.scheduler.running, *self.scheduler.queued)):
             generation.count(totals)
+        return totals
 
     def open(self, generations: Sequence[Generation[Row]]) -> list[Answer]:
         """Return the readers' side of the answers to one request. May be called from any thread."""
@@ -383,23 +386,20 @@ class Answers(Generic[Row]):
             try:
                 self._computation.remove(generation)
             finally:
-                generation.count(self._totals)
+                generation.count(self._ended)
                 generation.permit.release()
 
-    def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool = False) -> None:
-        """End the generations that hold permits of this admission control with an error."""
-        scheduler = self.scheduler
-        for generation in scheduler.not_started if queued_only else scheduler.queued + scheduler.running:
-            if generation.permit.admission is admission:
-                self.end(generation, error)
-
-    def end_all(self, error: LabError, *, running_only: bool = False) -> None:
+    def end_all(self, error: LabError, *, queued_only: bool = False, running_only: bool = False) -> None:
         """End all generations with an error. If the engine fails to remove some of them, the others end nevertheless,
         and the first failure is raised afterwards.
+
+        Args:
+            queued_only: Whether only those end that have never had a slot.
+            running_only: Whether only those end that have a slot.
         """
         scheduler, failures = self.scheduler, []
-        # This is a separate method, because the caller's frame must not refer to a model that it is about to release.
-        for generation in scheduler.running if running_only else scheduler.running + scheduler.queued:
+        queued = [] if running_only else scheduler.not_started if queued_only else scheduler.queued
+        for generation in queued if queued_only else scheduler.running + queued:
             try:
                 self.end(generation, error)
             except Exception as exc:
@@ -411,7 +411,7 @@ class Answers(Generic[Row]):
         """Pass the posted items to each reader's loop in one call, and cancel the generations whose readers' loop is
         closed.
         """
-        self._on_change()
+        self.progress_at = time.perf_counter()
         items, self._items = self._items, defaultdict(list)
         closed = []
         for loop, posted in items.items():
@@ -423,7 +423,6 @@ class Answers(Generic[Row]):
             for generation in self.scheduler.running + self.scheduler.queued:
                 if generation.mailbox.loop in closed:
                     self.cancel(generation)
-            self._on_change()
 
 
 def _cancel_soon(weak_answers: weakref.ref[Answers[Row]], weak_generation: weakref.ref[Generation[Row]]) -> None:

@@ -17,7 +17,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TypeVar
 
-from lmx_lab.engine.registry import ENGINES, choose_engine, engine_for
+from lmx_lab.engine.engines import ENGINES, choose_engine, engine_for
 from lmx_lab.engine.speeds import Speeds, read_speeds
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings

@@ -1,4 +1,4 @@
-"""Track the loads and unloads of models from their request to their end. Used on the control loop of ``ModelManager``.
+"""Track the loads and unloads of models from their request to their end. Used on the loop of ``ModelManager``.
 
 One load or unload of the main model is in progress at a time. Before an unload, the model's requests have time to end.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from lmx_lab.engine.registry import engine_for
-from lmx_lab.engine.residents import Resident
+from lmx_lab.engine.engines import engine_for
 from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError
 from lmx_lab.values.engine import EngineSnapshot, ModelChange
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent, with_reason
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.model import LoadedModel
 
 T = TypeVar("T")
 IfBusy = Literal["refuse", "wait", "replace"]
@@ -106,19 +108,19 @@ class Drain:
         reason: Beginning of the error messages of requests that end with an error.
         limit_s: Time that running requests have to end.
         finish_queued: Whether queued requests are also answered, instead of ending immediately.
-        on_change: Called when a request has ended, and when the time limit has changed.
+        on_change: Called with ``until`` when a request has ended, and when the time limit has changed.
     """
 
     def __init__(
         self,
-        resident: Resident,
+        model: LoadedModel[Any],
         reason: str,
         *,
         limit_s: float,
         finish_queued: bool = False,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[float | None], None] = lambda _: None,
     ) -> None:
-        self._resident = resident
+        self._model = model
         self._reason = reason
         self._finish_queued = finish_queued
         self._on_change = on_change
@@ -138,21 +140,21 @@ class Drain:
 
     async def run(self) -> None:
         """Accept no more requests, wait until the accepted ones have ended, and end the rest at the time limit."""
-        admission, engine = self._resident.admission, self._resident.engine
+        model, admission = self._model, self._model.admission
         queued_error = NotLoadedError(f"{self._reason} before this request started; try again when a model is loaded")
         admission.close(None if self._finish_queued else queued_error)
         reported = 0
         # Reported before queued requests end, because the engine may be in a long step.
         if admission.active:
             reported = admission.active
-            self._on_change()
+            self._on_change(self.until)
         if not self._finish_queued:
-            await engine.end_requests(admission, queued_error, queued_only=True)
+            await model.end(queued_error, queued_only=True)
         while admission.active:
             if self._changed.is_set() or admission.active != reported:
                 self._changed.clear()
                 reported = admission.active
-                self._on_change()
+                self._on_change(self.until)
             left_s = None if self.until is None else self.until - time.perf_counter()
             if left_s is not None and left_s <= 0:
                 break
@@ -166,7 +168,7 @@ class Drain:
         if admission.active:
             admission.close(queued_error)
             message = f"{self._reason} before this request ended, because {self._why_ended}; try again when a model is"
-            await engine.end_requests(admission, NotLoadedError(f"{message} loaded"))
+            await model.end(NotLoadedError(f"{message} loaded"))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -192,13 +194,20 @@ class UnloadOperation:
 
     def finish(self, outcome: int | BaseException | None) -> None:
         """Pass the result or the error to the callers. Only the first call has an effect."""
-        if self.done.done():
-            return
-        if isinstance(outcome, BaseException):
-            self.done.set_exception(outcome)
-            self.done.exception()  # retrieved, because all callers may have left
-        else:
-            self.done.set_result(outcome)
+        # It refers to the model.
+        self.drain = None
+        _settle(self.done, outcome)
+
+
+def _settle(done: asyncio.Future[T], outcome: T | BaseException) -> None:
+    """Set the result or the error of a future that any number of callers wait for, unless it has one."""
+    if done.done():
+        return
+    if isinstance(outcome, BaseException):
+        done.set_exception(outcome)
+        done.exception()  # retrieved, because all callers may have left
+    else:
+        done.set_result(outcome)
 
 
 def load_limit_s(size_bytes: int, load_timeout_s: float | None) -> float:
@@ -246,7 +255,7 @@ def draft_warning(entry: ModelEntry) -> str:
 
 def same_options(spec: LoadSpec, other: LoadSpec) -> bool:
     """Return whether two loads of the same files load them in the same way."""
-    return spec == replace(other, model=spec.model, engine=spec.engine, wait=spec.wait)
+    return spec == replace(other, model=spec.model, engine=spec.engine, wait=spec.wait, pin=spec.pin)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -276,6 +285,16 @@ class LoadOperation:
     def model_names(self) -> set[str]:
         """The name that the caller used, and the id of the model when it is known."""
         return {self.spec.model} if self.entry is None else {self.spec.model, self.entry.id}
+
+    @property
+    def replaces_main(self) -> bool:
+        """Whether its files were found, and it replaces the main model."""
+        return self.reached_engine and self.spec.pin is None
+
+    def loads_same(self, entry: ModelEntry, spec: LoadSpec) -> bool:
+        """Return whether it loads these files as the main model with the same options."""
+        found = self.entry
+        return self.replaces_main and found is not None and found.path == entry.path and same_options(self.spec, spec)
 
     def check(self) -> None:
         """Check that the load was not cancelled.
@@ -321,70 +340,6 @@ class LoadOperation:
         if self._task is not None:
             self._task.cancel()
 
-    def with_engine(self, report: LoadReport) -> LoadReport:
-        """Return the report of an engine with the name of the engine, why it was chosen, and the load options."""
-        entry = self.entry
-        if entry is None:
-            return report
-        return replace(
-            report,
-            engine=engine_for(entry.format).name,
-            engine_reason=entry.engine_reason,
-            kv_cache_dtype=self.spec.kv_cache_dtype,
-            draft=entry.draft.id if entry.draft is not None else None,
-            warning=draft_warning(entry),
-        )
-
     def finish(self, outcome: LoadReport | BaseException) -> None:
         """Pass the report or the error to the callers. Only the first call has an effect."""
-        if self.done.done():
-            return
-        if isinstance(outcome, LoadReport):
-            self.done.set_result(outcome)
-        else:
-            self.done.set_exception(outcome)
-            self.done.exception()  # retrieved, because all callers may have left
-
-
-class ActiveLoads:
-    """The loads that are in progress."""
-
-    def __init__(self) -> None:
-        self._operations: list[LoadOperation] = []
-
-    def __iter__(self) -> Iterator[LoadOperation]:
-        return iter(list(self._operations))
-
-    def find(self, spec: LoadSpec, entry: ModelEntry | None) -> LoadOperation | None:
-        """Return the load with the same spec and entry; None if there is none."""
-        return next((it for it in self._operations if it.spec == spec and it.requested_entry == entry), None)
-
-    def find_same(self, operation: LoadOperation, entry: ModelEntry) -> LoadOperation | None:
-        """Return another load of the same files with the same options that is in progress; None if there is none."""
-        for other in self.of_main():
-            same_files = other is not operation and other.entry is not None and other.entry.path == entry.path
-            if same_files and same_options(other.spec, operation.spec):
-                return other
-        return None
-
-    def add(self, operation: LoadOperation) -> None:
-        self._operations.append(operation)
-
-    def remove(self, operation: LoadOperation) -> None:
-        self._operations.remove(operation)
-
-    def find_by_model(self, model: str) -> list[LoadOperation]:
-        """Return the loads of the model with this id or requested name."""
-        return [operation for operation in self._operations if model in operation.model_names]
-
-    def of_main(self) -> list[LoadOperation]:
-        """Return the loads of main models whose files were found."""
-        return [it for it in self._operations if it.reached_engine and it.spec.pin is None and it.entry is not None]
-
-    def cancel_other_models(self, kept: ModelEntry) -> None:
-        """Cancel the loads of main models other than ``kept``, which is loaded instead."""
-        for operation in self.of_main():
-            entry = operation.entry
-            if entry is not None and entry.path != kept.path:
-                error = NotLoadedError(f"the load of {entry.id} was cancelled: {kept.id} is loaded instead")
-                operation.cancel(error, restores_previous=False)
+        _settle(self.done, outcome)

@@ -79,6 +79,15 @@ class Tokenizer(Protocol[Row]):
     async def show(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, including special ones, with U+FFFD for incomplete characters."""
 
+    async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
+        """Return the text of a chat."""
+
+    async def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens of the vocabulary, as the model's own tokenizer shows it."""
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes that each token of the vocabulary adds to a text; those of a special token are its name."""
+
     async def infill_tokens(self) -> InfillTokens | None:
         """Return the tokens around the texts before and after a gap; None if the model does not fill gaps."""
 
@@ -122,7 +131,7 @@ async def prepare(
         reader: The event loop on which the answers are read.
 
     Raises:
-        InvalidRequestError, ContextLengthError, QueueFullError: see ``InferenceEngine.submit_all``.
+        InvalidRequestError, ContextLengthError, QueueFullError: see ``LoadedModel.generate``.
     """
     entry, limit, chat_format = tokenizer.entry, tokenizer.context_length, tokenizer.chat_format
     tokenizer.check(request)

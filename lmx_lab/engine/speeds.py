@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lmx_lab.engine.engines import ENGINES
 from lmx_lab.engine.memory import default_threads
-from lmx_lab.engine.registry import ENGINES
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.extras import installed_version
 from lmx_lab.settings import Settings

@@ -1,4 +1,4 @@
-"""Deliver results from an engine to a reader on an event loop: answers, and pending vectors or scores.
+"""Deliver answers from an engine to a reader on an event loop.
 
 The engine never waits for a reader. Deltas that a slow reader has not read are merged into one, so a mailbox holds at
 most the text of one generation.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.errors import EngineError, LabError
+from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress, PromptScores, merge_deltas
 from lmx_lab.values.timeline import StepLog
 
@@ -69,6 +70,16 @@ class Mailbox:
         return delta if delta.tokens or delta.ids or delta.has_content else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The model of an answer and how it was loaded, which do not change if another model is loaded."""
+
+    entry: ModelEntry
+    spec: LoadSpec
+    fingerprint: str
+    """Name and version of the library that computes the model, such as ``mlx-0.32.4``."""
+
+
 class Answer:
     """The running answer to one choice of a generation request. Iterating it yields ``Delta`` values; after that,
     ``report`` is set.
@@ -97,6 +108,8 @@ class Answer:
         """Id of the model that answers."""
         self.prompt = prompt
         """Token ids of the prompt."""
+        self.origin: Origin
+        """Set by the model that accepts the request."""
         self.deltas: list[Delta] | None = None
         """All deltas that were read; None if they are not kept, which is the default."""
         self.tokens = 0
@@ -234,36 +247,3 @@ class Answer:
 
 Observer = Callable[[Answer, Outcome, str | None], None]
 """Called with an answer that has ended, its outcome, and the code of its error or None."""
-
-
-class Pending(Generic[Result]):
-    """An accepted request for vectors or scores. Cancelling ``result``, or dropping this object, cancels the work.
-
-    Args:
-        done: The future that the engine completes.
-        finish: Converts its value to the result, on the reader's side.
-        cancel: Tells the engine that the result is no longer needed.
-    """
-
-    def __init__(self, done: Future[Any], finish: Callable[[Any], Result], cancel: Callable[[], object]) -> None:
-        self._done = done
-        self._finish = finish
-        self._cancel = cancel
-
-    async def result(self) -> Result:
-        """Wait for the result.
-
-        Raises:
-            LabError: the work failed.
-        """
-        try:
-            return self._finish(await asyncio.wrap_future(self._done))
-        finally:
-            self._leave()
-
-    def __del__(self) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if not self._done.done():
-            self._cancel()

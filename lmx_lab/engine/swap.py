@@ -5,7 +5,7 @@ are served in its turn, so that they are computed together. Requests for the sam
 requests for other models only within a share. Then the turn goes to the model of the request that has waited longest.
 Thus no request waits forever, and the requests for one model are served in the order of arrival.
 
-``SwapQueue`` lets requests wait for their turn. It belongs to the control loop.
+``SwapQueue`` lets requests wait for their turn. It belongs to the manager's loop.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ class SwapQueue:
         loaded: Returns the model that is loaded, or was unloaded because it was idle.
         is_busy: Returns whether the loaded model has requests.
         is_changing: Returns whether a model is being loaded or unloaded.
-        on_change: Called when requests begin or cease to wait.
         share_s: See ``SwapOrder``.
     """
 
@@ -122,14 +121,12 @@ class SwapQueue:
         loaded: Callable[[], str | None],
         is_busy: Callable[[], bool],
         is_changing: Callable[[], bool],
-        on_change: Callable[[], None],
         share_s: float = 2.0,
     ) -> None:
         self._settings = settings
         self._loaded = loaded
         self._is_busy = is_busy
         self._is_changing = is_changing
-        self._on_change = on_change
         self._order = SwapOrder(share=settings.slots, share_s=share_s)
         self._tickets: dict[Ticket, asyncio.Event] = {}
         """The tickets that wait or have their turn, each with the event that starts its turn."""
@@ -161,7 +158,6 @@ class SwapQueue:
             raise QueueFullError(message, retry_after_s=self.swap_s or 1.0)
         ticket = self._order.ticket(model, asyncio.get_running_loop().time())
         self._tickets[ticket] = asyncio.Event()
-        self._on_change()
         return ticket
 
     async def wait(self, ticket: Ticket) -> None:
@@ -192,7 +188,6 @@ class SwapQueue:
             self._current = None
         self._order.discard(ticket)
         self.update()
-        self._on_change()
 
     def update(self) -> None:
         """Start the next turn if possible. Called when one of the conditions has changed."""

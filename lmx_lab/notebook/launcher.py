@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.arguments import model_name
 from lmx_lab.blocking import in_thread, on_loop, run_steps
-from lmx_lab.engine.model_lookup import NONE_LOADED
+from lmx_lab.engine.lookup import NONE_LOADED
 from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError, LabError
 from lmx_lab.http.uvicorn_server import REQUEST_LOGGERS, bind
 from lmx_lab.notebook.addresses import Addresses, is_lan

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.engine import Answer, Caller, GenerationRequest, ModelManager, TextPrompt
-from lmx_lab.engine.registry import engine_for
+from lmx_lab.engine.engines import engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
@@ -512,8 +512,8 @@ class LocalBackend:
         return "" if entry is None else await asyncio.to_thread(self._server.recorder.weights_of, entry)
 
     def _entry_of(self, model: str) -> ModelEntry | None:
-        residents = self._services.manager.residents
-        return next((each.entry for each in residents if each.entry.id == model), None)
+        models = self._services.manager.models
+        return next((each.entry for each in models if each.entry.id == model), None)
 
     async def require_weights(self, model: str, weights: str) -> None:
         needed = f" whose files have the SHA-256 {weights}" if weights else ""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 
 from lmx_lab.engine import ModelManager
+from lmx_lab.engine.engines import ENGINES, engine_for
 from lmx_lab.engine.find import by_preference, preferred_engine
-from lmx_lab.engine.model_lookup import (
+from lmx_lab.engine.lookup import (
     ANY_KIND,
     CHAT,
     entries_in_memory,
@@ -20,8 +21,7 @@ from lmx_lab.engine.model_lookup import (
     refusal,
     unknown_model,
 )
-from lmx_lab.engine.model_lookup import find_model as find_in_memory
-from lmx_lab.engine.registry import ENGINES, engine_for
+from lmx_lab.engine.lookup import find_model as find_in_memory
 from lmx_lab.engine.speeds import Speeds, read_speeds, versions
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.bodies import StrictRoute
@@ -230,10 +230,8 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
         preference = Preference(
             engine=speeds.preferred, model=speeds.model, measured_at=speeds.measured_at, detail=f"{speeds} (of {day})"
         )
-    in_memory = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
-    pinned_paths = set(in_memory)
-    if now.entry is not None:
-        in_memory[now.entry.path] = now.model_memory_bytes
+    in_memory = {model.entry.path: model.memory_bytes for model in now.models}
+    pinned_paths = {model.entry.path for model in now.pinned}
     problems = {format_: row.problem() for row in ENGINES.values() for format_ in row.formats}
     models = [
         ModelRecord(

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 
 from lmx_lab.engine import Answer, Caller, GenerationRequest
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import LabError
 from lmx_lab.http.errors import detail_for
 from lmx_lab.http.streaming import EventStream, while_connected
@@ -91,8 +91,9 @@ class AnswerRequest:
     prompts: Sequence[GenerationRequest]
     """One request to the engine for each prompt, whose caller ``respond`` sets. Only the completions format has
     several."""
-    writer: Callable[[str], AnswerWriter]
-    """Creates the writer. Its argument is the id of the model that answers, as the caller may see it."""
+    writer: Callable[[str, str], AnswerWriter]
+    """Creates the writer. Its arguments are the id of the model that answers, as the caller may see it, and the
+    fingerprint of its engine (``Origin``)."""
     choices: int = 1
     """Number of answers to each prompt."""
     stream: bool = False
@@ -126,9 +127,9 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
     except wanted.streamed_errors as exc:
         if not wanted.stream:
             raise
-        writer = wanted.writer(wanted.prompts[0].model or "")
+        writer = wanted.writer(wanted.prompts[0].model or "", service.manager.fingerprint)
         return EventStream(_refused(writer, exc, describe), headers=headers, media_type=writer.media_type)
-    writer = wanted.writer(choices.model)
+    writer = wanted.writer(choices.model, choices.fingerprint)
     if wanted.stream:
         return EventStream(
             choices.texts(writer, describe),
@@ -186,6 +187,8 @@ class Choices:
         self._latest: Answer | None = None
         self.model = ""
         """Id of the model that answers, as the caller may see it; set by ``start``."""
+        self.fingerprint = ""
+        """The fingerprint of its engine; set by ``start``."""
 
     @property
     def status(self) -> str:
@@ -209,7 +212,8 @@ class Choices:
         except BaseException:
             self._close()
             raise
-        self.model = public_id(self._answers[0][0].model, local=self._caller.local)
+        first = self._answers[0][0]
+        self.model, self.fingerprint = public_id(first.model, local=self._caller.local), first.origin.fingerprint
 
     async def texts(self, writer: StreamWriter, describe: Describe) -> AsyncGenerator[str, None]:
         """Yield the output of the writer while the answers are generated. An exception ends it with an error."""

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import entries_in_memory
+from lmx_lab.engine.lookup import entries_in_memory
 from lmx_lab.extras import optional_imports
 from lmx_lab.http.guard import OPEN_PATHS, ASGIApp, GuardPolicy
 from lmx_lab.http.middleware import VERSION, wrap_app

@@ -48,7 +48,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
         options = {"logprobs": bool(body.logprobs), "include_usage": body.include_usage}
         wanted = AnswerRequest(
             prompts=[generation_request(body)],
-            writer=lambda model: ChatWriter(model, service.manager.fingerprint, **options),
+            writer=lambda model, fingerprint: ChatWriter(model, fingerprint, **options),
             choices=body.choices,
             stream=bool(body.stream),
             ignored=body.ignored(),

@@ -45,7 +45,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
             text = prompt.text
         else:
             assert isinstance(prompt, TokenPrompt)
-            text = await service.manager.decode(prompt.tokens)
+            text = await service.manager.decode(answer, prompt.tokens)
         is_echoed = False
         async for delta in answer:
             if not is_echoed:
@@ -69,7 +69,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
         options = {"logprobs": body.logprobs is not None, "include_usage": body.include_usage}
         wanted = AnswerRequest(
             prompts=completion_requests(body),
-            writer=lambda model: CompletionWriter(model, service.manager.fingerprint, **options),
+            writer=lambda model, fingerprint: CompletionWriter(model, fingerprint, **options),
             choices=body.choices,
             stream=bool(body.stream),
             ignored=body.ignored(),

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import public_id, public_unloading
+from lmx_lab.engine.lookup import public_id, public_unloading
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures

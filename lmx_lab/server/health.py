@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import public_id, public_unloading
+from lmx_lab.engine.lookup import public_id, public_unloading
 from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.errors import detail_for
 from lmx_lab.http.guard import is_local

@@ -20,15 +20,14 @@ from lmx_lab.engine import (
     Embeddings,
     GenerationRequest,
     ModelManager,
-    Pending,
     Ranking,
     RerankRequest,
     Sampling,
     TokenPrompt,
 )
-from lmx_lab.engine.model_lookup import EMBEDDING, RERANK, Kinds
+from lmx_lab.engine.lookup import EMBEDDING, RERANK, Kinds
 from lmx_lab.engine.stream import Outcome
-from lmx_lab.errors import AdminForbiddenError, EngineError, LabError, NotLoadedError
+from lmx_lab.errors import AdminForbiddenError, EngineError, LabError
 from lmx_lab.http.errors import client_of, request_id_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.server.events import ServerEvent
@@ -109,8 +108,11 @@ class InferenceService:
         if all(generation.ended for generation in generations):
             return math.inf
         limit_s = self.manager.settings.slow_client_s
-        # While other requests wait for a slot, a client with a slot has at most a second.
-        return min(limit_s, 1.0) if self.manager.snapshot.queued_requests else limit_s
+        # While other requests wait for a slot, a client with a slot has at most a second. A request that has just
+        # arrived is queued until the next step, even if a slot is free.
+        models = self.manager.snapshot.models
+        waiting = any(model.queued_requests and model.active_requests >= (model.slots or 1) for model in models)
+        return min(limit_s, 1.0) if waiting else limit_s
 
     # Generations
 
@@ -130,7 +132,7 @@ class InferenceService:
             first: Index of the first choice in the answer.
 
         Raises:
-            LabError: see ``ModelManager.submit_all``.
+            LabError: see ``ModelManager.generate``.
         """
         caller = request.caller
         if is_recorded := caller.own is not None and self.recording.includes(own=caller.own):
@@ -141,7 +143,7 @@ class InferenceService:
                     "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
                     "http://localhost directly or send the API key; leave steer out"
                 )
-            answers = await self.manager.submit_all(request, choices)
+            answers = await self.manager.generate(request, choices)
         except (LabError, asyncio.CancelledError) as exc:
             # The name in the request is not used: a caller can choose it freely, and it is a label of a metric.
             model = self.manager.snapshot.model or ""
@@ -149,7 +151,7 @@ class InferenceService:
             raise
         for at, answer in enumerate(answers):
             answer.index = first + at
-            recorded = self._recorded(answer, at, own=bool(caller.own)) if is_recorded else None
+            recorded = Recorded(own=bool(caller.own), choice=at) if is_recorded else None
             if recorded is not None or self._keep_answers:
                 answer.deltas = []
             answer.on_end(functools.partial(self._answered, recorded))
@@ -162,20 +164,13 @@ class InferenceService:
             )
         return answers
 
-    def _recorded(self, answer: Answer, choice: int, *, own: bool) -> Recorded | None:
-        """Return what the record of an answer needs; None if the model has been unloaded since."""
-        model = next((each for each in self.manager.residents if each.entry.id == answer.model), None)
-        if model is None:
-            return None
-        return Recorded(own=own, choice=choice, model=model)
-
     async def regenerate(self, record: Record) -> Record:
         """Generate the answer of a record again, with the same model, prompt, settings and seed.
 
         Returns the record of the new answer, which is not stored.
 
         Raises:
-            LabError: see ``ModelManager.submit_all``.
+            LabError: see ``ModelManager.generate``.
         """
         request = request_from_json(record.request, model=record.provenance.model)
         return await self.answer(request, choice=record.choice)
@@ -187,23 +182,20 @@ class InferenceService:
             choice: Index of the answer among those to the same request.
 
         Raises:
-            LabError: see ``ModelManager.submit_all``.
+            LabError: see ``ModelManager.generate``.
         """
         request = replace(with_seed(request), needs_ids=True, caller=NOT_RECORDED)
         # The seed of an answer depends on its index among the answers to the request.
         answers = await self.submit(request, choices=choice + 1)
         try:
             answer = answers[-1]
-            recorded = self._recorded(answer, choice, own=True)
-            if recorded is None:
-                raise NotLoadedError(f"{answer.model} has just been unloaded; load it again")
             answer.deltas = []
             await answer.read()
         finally:
             for each in answers:
                 await each.aclose()
         report = answer.final_report()
-        return self.recording.record(recorded, answer, report.finish_reason)
+        return self.recording.record(Recorded(own=True, choice=choice), answer, report.finish_reason)
 
     async def continue_answer(self, continuation: Continuation, *, own: bool | None = True) -> Answer:
         """Generate an answer again from a given position. The stream begins with the tokens before it.
@@ -212,7 +204,7 @@ class InferenceService:
             own: See ``Caller``.
 
         Raises:
-            LabError: see ``ModelManager.submit_all``.
+            LabError: see ``ModelManager.generate``.
         """
         caller = Caller(local=True, own=own, patient=True)
         (answer,) = await self.submit(replace(continued_request(continuation), caller=caller))
@@ -236,7 +228,7 @@ class InferenceService:
             steer: Vectors that are added to the residual stream.
 
         Raises:
-            LabError: see ``ModelManager.submit_all``.
+            LabError: see ``ModelManager.generate``.
         """
         request = GenerationRequest(
             prompt=TokenPrompt(tokens=tuple(tokens)),
@@ -261,11 +253,10 @@ class InferenceService:
         """Return a vector for each input. Cancelling the wait cancels the work.
 
         Raises:
-            LabError: see ``ModelManager.submit_embedding``.
+            LabError: see ``ModelManager.embed``.
             EngineError: the model computed values that are not finite.
         """
-        submitting = self.manager.submit_embedding(request)
-        return await self._encode(request, EMBEDDING, submitting, lambda it: it.vectors)
+        return await self._encode(request, EMBEDDING, self.manager.embed(request), lambda it: it.vectors)
 
     async def rerank(self, request: RerankRequest) -> Ranking:
         """Return a score for each document. Cancelling the wait cancels the work.
@@ -273,14 +264,13 @@ class InferenceService:
         Raises:
             LabError: see ``embed``.
         """
-        submitting = self.manager.submit_rerank(request)
-        return await self._encode(request, RERANK, submitting, lambda it: it.scores)
+        return await self._encode(request, RERANK, self.manager.rerank(request), lambda it: it.scores)
 
     async def _encode(
         self,
         request: EmbeddingRequest | RerankRequest,
         kinds: Kinds,
-        submitting: Coroutine[Any, Any, Pending[Result]],
+        computing: Coroutine[Any, Any, Result],
         values: Callable[[Result], Vectors],
     ) -> Result:
         """Wait for the result, and report the end.
@@ -292,7 +282,7 @@ class InferenceService:
         resident = self.manager.model_for(request.model, kinds, local=request.caller.local)
         model = resident.entry.id if resident is not None else ""
         try:
-            result = await (await submitting).result()
+            result = await computing
             # JSON cannot represent other values.
             if not np.isfinite(values(result)).all():
                 raise EngineError(

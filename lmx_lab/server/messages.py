@@ -88,7 +88,11 @@ def messages_routes(service: InferenceService) -> APIRouter:
             chat = await asyncio.to_thread(chat_request, body)
             prompt = generation_request(chat)
         wanted = AnswerRequest(
-            prompts=[prompt], writer=MessageWriter, stream=bool(body.stream), ignored=body.ignored(), names=NAMES
+            prompts=[prompt],
+            writer=lambda model, _: MessageWriter(model),
+            stream=bool(body.stream),
+            ignored=body.ignored(),
+            names=NAMES,
         )
         return await respond(service, request, wanted)
 

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.lookup import public_id
 from lmx_lab.server.inference import RequestEnd
 from lmx_lab.values.engine import COUNTERS
 from lmx_lab.values.outputs import GenerationReport

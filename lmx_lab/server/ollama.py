@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
 from lmx_lab.engine import EmbeddingRequest, Embeddings, GenerationRequest, InfillPrompt, ModelManager, TextPrompt
-from lmx_lab.engine.model_lookup import CHAT, public_id
+from lmx_lab.engine.lookup import CHAT, public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import status_of
@@ -147,7 +147,7 @@ async def _answer(
     logprobs, writer = bool(body.logprobs), ChatWriter if isinstance(body, OllamaChatRequest) else GenerateWriter
     wanted = AnswerRequest(
         prompts=[converted],
-        writer=lambda model: writer(listed_name(model), logprobs=logprobs),
+        writer=lambda model, _: writer(listed_name(model), logprobs=logprobs),
         stream=body.stream is not False,
         ignored=body.ignored(),
         names=NAMES,

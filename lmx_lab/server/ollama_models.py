@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import entries_in_memory, public_id
+from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, QueueFullError, UnusableModelError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import detail_for, request_id_of, status_of
@@ -162,10 +162,8 @@ def _named(body: OllamaModelRequest, settings: Settings) -> str | None:
 
 def _running(manager: ModelManager, *, local: bool) -> Iterator[OllamaRunningModel]:
     now = manager.snapshot
-    sizes = {pinned.entry.path: pinned.memory_bytes for pinned in now.pinned}
-    for entry in entries_in_memory(now):
-        is_main = entry is now.entry
-        size = now.model_memory_bytes if is_main else sizes[entry.path]
+    for model in now.models:
+        entry, size, is_main = model.entry, model.memory_bytes, model is now.main
         idle_s = manager.settings.idle_unload_s if is_main else None
         name = listed_name(public_id(entry.id, local=local))
         yield OllamaRunningModel(
@@ -177,7 +175,7 @@ def _running(manager: ModelManager, *, local: bool) -> Iterator[OllamaRunningMod
             # Without an idle time, the model stays in memory.
             expires_at="9999-12-31T23:59:59+00:00" if idle_s is None else _time(time.time() + idle_s),
             size_vram=size,
-            context_length=now.context_length if is_main else entry.context_length,
+            context_length=model.context_length if is_main else entry.context_length,
         )
 
 

@@ -21,7 +21,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.lookup import public_id
 from lmx_lab.http.guard import CONTENT_POLICY, is_local
 from lmx_lab.http.middleware import VERSION
 

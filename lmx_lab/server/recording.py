@@ -21,7 +21,6 @@ from starlette.requests import HTTPConnection
 
 from lmx_lab.engine import Answer, GenerationRequest
 from lmx_lab.engine.requests import AnswerStart
-from lmx_lab.engine.residents import Resident
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import merge_deltas, merge_tool_calls
 from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMode
@@ -38,7 +37,6 @@ class Recorded:
 
     own: bool
     choice: int
-    model: Resident
     at: float = field(default_factory=time.time)
 
 
@@ -77,14 +75,14 @@ class Recording:
 
     def end(self, recorded: Recorded, answer: Answer, outcome: str, code: str | None) -> None:
         """Store the record of an answer that has ended."""
-        self._save(lambda: self.record(recorded, answer, outcome, code), recorded.model.entry)
+        self._save(lambda: self.record(recorded, answer, outcome, code), answer.origin.entry)
 
     def record(self, recorded: Recorded, answer: Answer, outcome: str, code: str | None = None) -> Record:
         """Return the record of an answer that has ended, and whose deltas were kept, without storing it."""
         whole = merge_deltas(answer.deltas or ())
         calls = merge_tool_calls(whole.tool_calls)
         timings = {} if answer.report is None else asdict(answer.report)
-        entry, spec = recorded.model.entry, recorded.model.spec
+        entry, spec = answer.origin.entry, answer.origin.spec
         return Record(
             at=recorded.at,
             request_id=answer.request.caller.request_id or "",
@@ -108,7 +106,7 @@ class Recording:
                 quantization=entry.quantization,
                 dtype=self._dtype,
                 options=dict(spec.options),
-                engine=recorded.model.engine.fingerprint,
+                engine=answer.origin.fingerprint,
                 versions={"lmx-lab": version("lmx-lab"), "python": platform.python_version()},
                 machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
             ),

@@ -11,7 +11,7 @@ import pydantic_core
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Caller, Ranking, RerankRequest
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService

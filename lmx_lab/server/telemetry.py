@@ -30,7 +30,7 @@ from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 
 from lmx_lab.engine import ChatPrompt, EmbeddingRequest, GenerationRequest, InfillPrompt, TextPrompt
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import Scope
 from lmx_lab.http.middleware import VERSION

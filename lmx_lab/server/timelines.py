@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
 from lmx_lab.engine import Caller, GenerationRequest, ModelManager, Sampling, TextPrompt, TokenPrompt
-from lmx_lab.engine.model_lookup import public_id
+from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
@@ -58,7 +58,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
         answer["max_model_len"] = manager.snapshot.context_length
         if body.with_pieces or body.return_token_strs:
-            reading = manager.with_model(wanted, lambda it: it.engine.token_bytes(it.entry, tokens))
+            reading = manager.with_model(wanted, lambda model: model.token_bytes(tokens))
             pieces = await while_connected(request, reading)
             if body.with_pieces:
                 answer["tokens"] = [
@@ -77,9 +77,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
             model=requested_model(body.model),
             caller=Caller(local=is_local(request.scope)),
         )
-        text = await while_connected(
-            request, manager.with_model(named, lambda it: it.engine.decode(it.entry, body.tokens))
-        )
+        text = await while_connected(request, manager.with_model(named, lambda model: model.decode(body.tokens)))
         headers = ignored_header(body.unknown)
         content = to_json({"content": text, "prompt": text})
         return Response(content, media_type="application/json", headers=headers)
@@ -88,7 +86,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
     async def apply_template(body: TemplateRequest, request: Request) -> Response:
         """Return the prompt that the model's chat template makes of a chat."""
         wanted = replace(generation_request(body), caller=Caller(local=is_local(request.scope)))
-        rendering = manager.with_model(wanted, lambda it: it.engine.render(it.entry, wanted))
+        rendering = manager.with_model(wanted, lambda model: model.render(wanted))
         text = await while_connected(request, rendering)
         return Response(to_json({"prompt": text}), media_type="application/json")
 

@@ -1,15 +1,14 @@
-"""The state of an engine at one moment, and the rule that merges the states of several engines into one."""
+"""The models in memory and the state of their engines at one moment."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from lmx_lab.values.models import LoadReport, ModelEntry, Unloading
+from lmx_lab.values.models import ModelEntry, Unloading
 
 BlasName = Literal["openblas", "reference", "system", "unused"]
 
@@ -40,7 +39,7 @@ def _counter(text: str) -> Any:
 
 @dataclass(kw_only=True)
 class TokenTotals:
-    """Counts since an engine started."""
+    """Counts of tokens."""
 
     output_tokens: int = _counter("Tokens generated.")
     prompt_tokens: int = _counter("Tokens of prompts, cached ones included.")
@@ -51,21 +50,45 @@ class TokenTotals:
     accepted_tokens: int = _counter("Drafted tokens that became part of an answer.")
     encoded_tokens: int = _counter("Tokens of texts that were embedded or scored.")
 
+    def add(self, other: TokenTotals) -> None:
+        """Add the counts of ``other``."""
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 COUNTERS: Mapping[str, str] = {each.name: each.metadata["counter"] for each in fields(TokenTotals)}
 """The counts of ``TokenTotals``, with what they count."""
 
 
-def _sum(totals: Sequence[TokenTotals]) -> TokenTotals:
-    return TokenTotals(**{name: sum(getattr(each, name) for each in totals) for name in COUNTERS})
-
-
 @dataclass(frozen=True, kw_only=True)
-class PinnedModel:
-    """An encoder that is kept in memory in addition to the main model."""
+class ModelState:
+    """A model in memory at one moment. Numbers of requests and tokens count from its load."""
 
     entry: ModelEntry
     memory_bytes: int
+    pinned: bool = False
+    """Whether it stays in memory next to the main model."""
+    context_length: int | None = None
+    """Maximum number of tokens of a request, prompt and answer; None if there is no limit."""
+    slots: int | None = None
+    """Number of requests that it decodes in parallel; None for encoders."""
+    batch_invariant: bool = True
+    """Whether the tokens of an answer do not depend on other requests."""
+    active_requests: int = 0
+    queued_requests: int = 0
+    encode_requests: int = 0
+    """Embedding and rerank requests among the active and queued ones."""
+    prefix_cache_bytes: int = 0
+    slot_free_s: float = 1.0
+    """Estimated seconds until a running request ends and frees its slot."""
+    progress_at: float = 0.0
+    """When it last computed something, or a request received something (``time.perf_counter``)."""
+    totals: TokenTotals = field(default_factory=TokenTotals)
+
+    @property
+    def requests(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return self.active_requests + self.queued_requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,66 +113,76 @@ UnloadCause = Literal["requested", "idle", "memory"]
 """``requested``: by a caller. ``idle``: no request came for ``idle_unload_s``. ``memory``: memory ran out."""
 
 
-Merge = Mapping[str, Callable[[list[Any]], Any]]
-# How the values of a field are merged for several engines. Fields without such metadata take the first value.
-SUM: Merge = {"merge": sum}
-MAXIMUM: Merge = {"merge": max}
-CONCATENATION: Merge = {"merge": lambda values: tuple(chain.from_iterable(values))}
-FIRST_SET: Merge = {"merge": lambda values: next((value for value in values if value is not None), None)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineSnapshot:
-    """The state of an engine as of its last step. It is replaced whole, so any thread may read it."""
+    """The models in memory and the state of their engines at one moment."""
 
     state: EngineState = "empty"
-    entry: ModelEntry | None = None
-    """The main model; None if none is loaded."""
-    model_memory_bytes: int = 0
-    context_length: int | None = None
-    """Maximum number of tokens of a request to the main model, prompt and answer; None if there is no limit."""
-    slots: int | None = None
-    """Number of requests that the main model decodes in parallel; None for encoders."""
-    batch_invariant: bool = True
-    """Whether the tokens of an answer of the main model do not depend on other requests."""
-    pinned: tuple[PinnedModel, ...] = field(default=(), metadata=CONCATENATION)
+    models: tuple[ModelState, ...] = ()
+    """All models in memory."""
+    main: ModelState | None = None
+    """The main model, one of ``models``: the one that was loaded last. It answers requests that name none."""
     change: ModelChange | None = None
     """The load or unload that is under way."""
-    active_requests: int = field(default=0, metadata=SUM)
-    queued_requests: int = field(default=0, metadata=SUM)
-    encode_requests: int = field(default=0, metadata=SUM)
-    """Embedding and rerank requests among the active and queued ones."""
-    totals: TokenTotals = field(default_factory=TokenTotals, metadata={"merge": _sum})
-    prefix_cache_bytes: int = field(default=0, metadata=SUM)
-    slot_free_s: float = 1.0
-    """Estimated seconds until a running request of the main model ends and frees its slot."""
     unloaded_model: str | None = None
     """Id of the model that was loaded last, while none is."""
     unload_cause: UnloadCause | None = None
-    memory_used_bytes: int = field(default=0, metadata=SUM)
-    memory_peak_bytes: int = field(default=0, metadata=SUM)
-    memory_total_bytes: int = field(default=0, metadata=MAXIMUM)
+    totals: TokenTotals = field(default_factory=TokenTotals)
+    """Counts of all models since the start, those that were unloaded included."""
+    memory_used_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_total_bytes: int = 0
     memory_is_of_device: bool = False
     """Whether this memory belongs to a GPU, so that engines on the CPU do not use it."""
-    progress_at: float = 0.0
-    """Last time that the engine took a step or a request received something (``time.perf_counter``)."""
-    blas: BlasReport | None = field(default=None, metadata=FIRST_SET)
+    blas: BlasReport | None = None
     """The BLAS behind MLX; None until that engine has started."""
+
+    @property
+    def entry(self) -> ModelEntry | None:
+        """The main model; None if none is loaded."""
+        return self.main.entry if self.main is not None else None
 
     @property
     def model(self) -> str | None:
         """Id of the main model."""
-        return self.entry.id if self.entry else None
+        return self.main.entry.id if self.main is not None else None
 
-    def load_report(self, load_s: float) -> LoadReport:
-        """Return the report of the load of the main model, which took this many seconds."""
-        return LoadReport(
-            model=self.model or "",
-            load_time_ms=load_s * 1e3,
-            vram_gb=self.model_memory_bytes / 1e9,
-            slots=self.slots,
-            context_length=self.context_length,
-        )
+    @property
+    def model_memory_bytes(self) -> int:
+        """Memory of the main model; 0 without one."""
+        return self.main.memory_bytes if self.main is not None else 0
+
+    @property
+    def slots(self) -> int | None:
+        """Number of requests that the main model decodes in parallel; None for encoders, and without a model."""
+        return self.main.slots if self.main is not None else None
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum number of tokens of a request to the main model; None if there is no limit, and without a model."""
+        return self.main.context_length if self.main is not None else None
+
+    @property
+    def pinned(self) -> tuple[ModelState, ...]:
+        """The encoders that stay in memory next to the main model."""
+        return tuple(model for model in self.models if model.pinned)
+
+    @property
+    def active_requests(self) -> int:
+        return sum(model.active_requests for model in self.models)
+
+    @property
+    def queued_requests(self) -> int:
+        return sum(model.queued_requests for model in self.models)
+
+    @property
+    def encode_requests(self) -> int:
+        """Embedding and rerank requests among the active and queued ones."""
+        return sum(model.encode_requests for model in self.models)
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        return sum(model.prefix_cache_bytes for model in self.models)
 
     @property
     def idle_model(self) -> str | None:
@@ -160,7 +193,7 @@ class EngineSnapshot:
     def unloading(self) -> Unloading | None:
         """The state of the main model if its unload waits for its requests to end; None otherwise."""
         change = self.change
-        if self.entry is None or change is None or change.stage != "draining":
+        if self.main is None or change is None or change.stage != "draining":
             return None
         left_s = None if change.drain_until is None else change.drain_until - time.perf_counter()
         return Unloading(
@@ -175,21 +208,5 @@ class EngineSnapshot:
         return self.active_requests + self.queued_requests
 
     def stalled(self, now: float, limit_s: float) -> bool:
-        """Return whether requests wait and the engine made no progress for longer than ``limit_s``."""
-        return self.requests > 0 and now - self.progress_at > limit_s
-
-
-def merged(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
-    """Merge the states of several engines into one.
-
-    Args:
-        snapshots: At least one; the main model of the first is the main model of all.
-    """
-    values = {
-        each.name: each.metadata["merge"]([getattr(snapshot, each.name) for snapshot in snapshots])
-        for each in fields(EngineSnapshot)
-        if "merge" in each.metadata
-    }
-    working = [snapshot.progress_at for snapshot in snapshots if snapshot.requests]
-    progress_at = min(working, default=max(snapshot.progress_at for snapshot in snapshots))
-    return replace(snapshots[0], progress_at=progress_at, **values)
+        """Return whether requests of a model wait, and it made no progress for longer than ``limit_s``."""
+        return any(model.requests > 0 and now - model.progress_at > limit_s for model in self.models)

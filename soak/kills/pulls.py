@@ -9,7 +9,6 @@ import random
 import shutil
 import tempfile
 import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,8 @@ from soak.chat_requests import TIMEOUT_S, ReferenceChat, record_reference
 from soak.models import is_installed, tiny
 from soak.programs import Command, Home, Server, end_and_check, end_program, record_leftovers, wait_until
 from soak.report import Row, Soak
-from soak.slow_hub import MODEL, SlowHub
+from soak.slow_hub import SlowHub
+from tests.support.hub import REPO, write_starter
 
 KILLS, QUICK_KILLS = 10, 1
 """Kills for each kind of download."""
@@ -61,7 +61,7 @@ def pulls(soak: Soak, hub: SlowHub, starter: Starter) -> Iterator[Pull]:
     files = {name: hashlib.sha256(data).hexdigest() for name, data in hub.files.items()}
     yield Pull(
         part="kills: SIGKILL in downloads from the hub",
-        arguments=("pull", MODEL),
+        arguments=("pull", REPO),
         environment=hub.hub_environment,
         expected=files,
     )
@@ -79,26 +79,8 @@ def pulls(soak: Soak, hub: SlowHub, starter: Starter) -> Iterator[Pull]:
 def build_wheel(folder: Path, target: Path) -> tuple[Starter, Path]:
     """Write the tiny model as a wheel; return its entry for the table of starters, and the wheel's folder."""
     target.mkdir()
-    wheel, info = target / "lmx_soak_tiny-1.0-py3-none-any.whl", "lmx_soak_tiny-1.0.dist-info"
-    files = [path for path in folder.iterdir() if path.is_file()]
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for path in files:
-            archive.write(path, f"tiny/{path.name}")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: lmx-soak-tiny\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    starter = Starter(
-        id=STARTER,
-        package="lmx-soak-tiny",
-        version="1.0",
-        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        wheel_bytes=wheel.stat().st_size,
-        unpacked_bytes=sum(path.stat().st_size for path in files),
-        members={f"tiny/{path.name}": path.name for path in files},
-        kind="chat",
-        licence="MIT",
-    )
-    return starter, target
+    files = {f"tiny/{path.name}": path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    return write_starter(target, STARTER, files), target
 
 
 # Kills
@@ -180,11 +162,11 @@ def two_servers_one_model(soak: Soak, hub: SlowHub) -> Row:
             end_and_check(server, row)
         for number in range(1 + (QUICK_RACES if soak.quick else RACES)):
             _delete_models(home)
-            hub.began.clear()
+            hub.requests.clear()
             with _serve_from_hub(home, hub) as first, _serve_from_hub(home, hub) as second:
                 killed = number % 2 == 1
                 if killed:
-                    wait_until(lambda: "model.safetensors" in hub.began, PULL_S)
+                    wait_until(lambda: "model.safetensors" in hub.sent, PULL_S)
                     time.sleep(chance.uniform(0.0, FILE_S / 2))
                     first.kill()
                     row.faults += 1
@@ -192,7 +174,7 @@ def two_servers_one_model(soak: Soak, hub: SlowHub) -> Row:
                     row.requests += 1
                     record_reference(row, asyncio.run(reference.repeat(server.url, limit_s=TIMEOUT_S)), bound_s=FIRST_S)
                     end_program(server, row)
-            fetched = hub.began.count("model.safetensors")
+            fetched = hub.sent.count("model.safetensors")
             row.doubled += max(0, fetched - (2 if killed else 1))
             row.wrong += [f"a killed pull has left {path}" for path in _partial_files(home)]
             record_leftovers(home, row)
@@ -201,5 +183,5 @@ def two_servers_one_model(soak: Soak, hub: SlowHub) -> Row:
 
 @contextmanager
 def _serve_from_hub(home: Home, hub: SlowHub) -> Iterator[Server]:
-    with Server(home, MODEL, environment=hub.hub_environment) as server:
+    with Server(home, REPO, environment=hub.hub_environment) as server:
         yield server

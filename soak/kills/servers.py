@@ -15,7 +15,6 @@ from pathlib import Path
 
 import httpx2
 
-from benchmarks.processes import free_port
 from lmx_lab.errors import EngineDeadError, NotLoadedError, QueueFullError
 from soak.chat_requests import (
     CUT,
@@ -31,6 +30,7 @@ from soak.chat_requests import (
 from soak.models import ENGINES, Engine, is_installed, on_each_engine, tiny
 from soak.programs import Home, Server, end_and_check, record_leftovers, wait_until
 from soak.report import Row, Soak
+from tests.support.sockets import free_port
 
 KILLS, QUICK_KILLS = 30, 3
 TERMS, QUICK_TERMS = 10, 2

@@ -5,6 +5,8 @@ refused labs.
 import asyncio
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -26,12 +28,6 @@ GONE = "the server is gone"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """A connection to another lab, which answers slowly."""
     with (
@@ -48,7 +44,7 @@ def second(tmp_path_factory):
         yield second
 
 
-def before_each(monkeypatch, backend, before, method="generate"):
+def before_each(monkeypatch, backend, before, method):
     """Await a function before each request to servers of this kind."""
     send = getattr(backend, method)
 
@@ -74,59 +70,6 @@ def test_the_faster_lab_answers_more_rows_and_the_cache_has_the_answers_of_both(
     assert [each["answer"] for each in lab.map(iter(ROWS[:8]), "{text}", labs=[other])] == ROWS[:8]
 
 
-def test_another_lab_answers_the_rows_of_one_that_fails_until_that_returns(lab, other, monkeypatch):
-    calls, returned, resumed = [0], [False], asyncio.Event()
-    models = RemoteBackend.models
-
-    async def fail():
-        calls[0] += 1
-        if returned[0]:
-            resumed.set()
-        elif calls[0] >= 5:
-            raise UnreachableError(GONE)
-
-    async def list_models(backend):
-        returned[0] = calls[0] >= 5
-        return await models(backend)
-
-    before_each(monkeypatch, RemoteBackend, fail)
-    before_each(monkeypatch, LocalBackend, resumed.wait)
-    monkeypatch.setattr(RemoteBackend, "models", list_models)
-    with pytest.warns(RuntimeWarning, match=f"{other.url}.*{GONE}") as warned:
-        answers = lab.map(ROWS, "{text}", labs=[other])
-    assert len(warned) == 1
-    assert answers["answer"].tolist() == ROWS
-    own, failed = answers.attrs["labs"]
-    assert (own["returned"], own["error"], failed["error"]) == (0, "", "")
-    assert failed["returned"] > 0
-    assert own["answers"] + failed["answers"] == len(ROWS)
-
-
-@pytest.mark.filterwarnings("ignore:the other labs")
-def test_if_all_labs_fail_one_error_names_the_reason_of_each(lab, other, monkeypatch):
-    calls, failed = {RemoteBackend: 0, LocalBackend: 0}, asyncio.Event()
-
-    async def fail():
-        calls[RemoteBackend] += 1
-        if calls[RemoteBackend] > 4:
-            failed.set()
-            raise UnreachableError(GONE)
-
-    async def fail_after_the_other():
-        calls[LocalBackend] += 1
-        if calls[LocalBackend] > 8:
-            await failed.wait()
-            raise NotLoadedError("the model is gone")
-
-    before_each(monkeypatch, RemoteBackend, fail)
-    before_each(monkeypatch, LocalBackend, fail_after_the_other)
-    with pytest.raises(BatchStoppedError, match=rf"the model is gone; {other.url}: {GONE}") as stopped:
-        lab.map(ROWS, "{text}", labs=[other])
-    done = stopped.value.frame["answer"].dropna()
-    assert 0 < len(done) <= 12
-    assert done.tolist() == [ROWS[at] for at in done.index]
-
-
 def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(lab, second, monkeypatch, tmp_path):
     texts = [*TEXTS, "", TEXTS[0]]
     found = lab.embed_frame(texts, labs=[second, lab, second], cache=tmp_path / "v.db")
@@ -146,44 +89,105 @@ def test_several_labs_compute_vectors_and_the_cache_has_those_of_all(lab, second
     assert again.attrs["interrupted"] is False
 
 
-def test_another_lab_computes_the_vectors_of_one_that_fails_until_that_returns(lab, second, monkeypatch):
-    calls, returned, resumed = {"own": 0, "other": 0, "returned": 0}, [False], asyncio.Event()
-    models = RemoteBackend.models
+# --- the same for answers and vectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Inputs for which several labs compute answers or vectors."""
+
+    inputs: list[str]
+    verb: str
+    arguments: tuple[str, ...] = ()
+    column: str
+    method: str
+    """The method of a backend that computes the result of a request."""
+    at_once: int
+    """Number of inputs in a request."""
+    running: int
+    """Maximum number of requests that a lab computes at the same time."""
+    probes: int
+    """Number of requests before those for the inputs, which compare the vectors of the labs."""
+    product: str
+
+    def __str__(self):
+        return self.product
+
+    def run(self, lab, **options):
+        return getattr(lab, self.verb)(self.inputs, *self.arguments, **options)
+
+    def results(self, frame):
+        """Return the results by their positions, without missing ones."""
+        return {at: np.asarray(value).tolist() for at, value in frame[self.column].dropna().items()}
+
+
+ANSWERS = Batch(
+    inputs=ROWS,
+    verb="map",
+    arguments=("{text}",),
+    column="answer",
+    method="generate",
+    at_once=1,
+    running=6,
+    probes=0,
+    product="answers",
+)
+VECTORS = Batch(
+    inputs=TEXTS,
+    verb="embed_frame",
+    column="embedding",
+    method="embed",
+    at_once=TEXTS_AT_ONCE,
+    running=1,
+    probes=1,
+    product="vectors",
+)
+
+
+@pytest.fixture(params=[ANSWERS, VECTORS], ids=str)
+def batch(request):
+    return request.param
+
+
+def test_another_lab_gets_the_inputs_of_one_that_fails_until_that_returns(batch, lab, second, monkeypatch):
+    calls, resumed = Counter(), asyncio.Event()
+    expected, models = batch.results(batch.run(lab)), RemoteBackend.models
 
     async def fail():
         calls["other"] += 1
-        if returned[0]:
+        if calls["returns"]:
             calls["returned"] += 1
-            if calls["returned"] == 2:  # The first call compares the models.
+            if calls["returned"] > batch.probes:
                 resumed.set()
         elif calls["other"] > 2:
             raise UnreachableError(GONE)
 
     async def wait():
         calls["own"] += 1
-        if calls["own"] > 1:
+        if calls["own"] > batch.probes:
             await resumed.wait()
 
     async def list_models(backend):
-        returned[0] = calls["other"] > 2
+        calls["returns"] = calls["other"] > 2
         return await models(backend)
 
-    expected = lab.embed(TEXTS)
-    before_each(monkeypatch, RemoteBackend, fail, "embed")
-    before_each(monkeypatch, LocalBackend, wait, "embed")
+    before_each(monkeypatch, RemoteBackend, fail, batch.method)
+    before_each(monkeypatch, LocalBackend, wait, batch.method)
     monkeypatch.setattr(RemoteBackend, "models", list_models)
     with pytest.warns(RuntimeWarning, match=f"{second.url}.*{GONE}") as warned:
-        found = lab.embed_frame(TEXTS, labs=[second])
+        found = batch.run(lab, labs=[second])
     assert len(warned) == 1
-    assert np.array_equal(np.stack(found["embedding"]), expected)
+    assert batch.results(found) == expected
     own, failed = found.attrs["labs"]
-    assert (own["returned"], own["error"], failed["returned"], failed["error"]) == (0, "", TEXTS_AT_ONCE, "")
-    assert own["vectors"] + failed["vectors"] == len(TEXTS)
+    assert (own["returned"], own["error"], failed["error"]) == (0, "", "")
+    assert batch.at_once <= failed["returned"] <= batch.running * batch.at_once
+    assert own[batch.product] + failed[batch.product] == len(batch.inputs)
 
 
 @pytest.mark.filterwarnings("ignore:the other labs")
-def test_if_all_labs_fail_the_error_has_the_vectors_so_far(lab, second, monkeypatch):
-    calls, failed = {"own": 0, "other": 0}, asyncio.Event()
+def test_if_all_labs_fail_one_error_names_the_reasons_and_has_the_results_so_far(batch, lab, second, monkeypatch):
+    calls, failed = Counter(), asyncio.Event()
+    expected = batch.results(batch.run(lab))
 
     async def fail():
         calls["other"] += 1
@@ -193,42 +197,48 @@ def test_if_all_labs_fail_the_error_has_the_vectors_so_far(lab, second, monkeypa
 
     async def fail_after_the_other():
         calls["own"] += 1
-        if calls["own"] > 3:
+        # More than are computed at the same time, so that some results are complete.
+        if calls["own"] > 8:
             await failed.wait()
             raise NotLoadedError("the model is gone")
 
-    before_each(monkeypatch, RemoteBackend, fail, "embed")
-    before_each(monkeypatch, LocalBackend, fail_after_the_other, "embed")
-    done = 3 * TEXTS_AT_ONCE
-    with pytest.raises(BatchStoppedError, match=rf"{done} vectors.*the model is gone; {second.url}: {GONE}") as stopped:
-        lab.embed_frame(TEXTS, labs=[second])
-    assert stopped.value.frame["embedding"].notna().sum() == done
-    assert stopped.value.frame["error"].notna().sum() == len(TEXTS) - done
+    before_each(monkeypatch, RemoteBackend, fail, batch.method)
+    before_each(monkeypatch, LocalBackend, fail_after_the_other, batch.method)
+    with pytest.raises(BatchStoppedError, match=rf"the model is gone; {second.url}: {GONE}") as stopped:
+        batch.run(lab, labs=[second])
+    done = batch.results(stopped.value.frame)
+    assert 0 < len(done) <= (8 + 2 - 2 * batch.probes) * batch.at_once
+    assert f" {len(done)} {batch.product} of " in stopped.value.message
+    assert done == {at: expected[at] for at in done}
+    assert stopped.value.frame["error"].notna().sum() == len(batch.inputs) - len(done)
 
 
-def test_labs_that_cannot_take_part_are_refused_before_the_first_row(lab, other, monkeypatch, tmp_path):
+def test_labs_that_cannot_take_part_are_refused_before_the_first_request(batch, lab, other, monkeypatch):
     for labs in (other, [other.url], other.url):
         with pytest.raises(InvalidRequestError, match="list of labs"):
-            lab.map(ROWS, "{text}", labs=labs)
+            batch.run(lab, labs=labs)
 
-    models = RemoteBackend.models
+    models, requests = RemoteBackend.models, []
 
     async def changed(backend, **update):
         listed = await models(backend)
         return listed.model_copy(update={"models": [each.model_copy(update=update) for each in listed.models]})
 
+    async def note():
+        requests.append(batch.method)
+
+    before_each(monkeypatch, LocalBackend, note, batch.method)
     monkeypatch.setattr(RemoteBackend, "models", lambda backend: changed(backend, quantization="Q4_0"))
     with pytest.raises(InvalidRequestError, match=rf"echo .*{lab.url}, and echo \(Q4_0.*{other.url}"):
-        lab.map(ROWS, "{text}", labs=[other])
+        batch.run(lab, labs=[other])
     monkeypatch.setattr(RemoteBackend, "models", lambda backend: changed(backend, loaded=False))
     with pytest.raises(NotLoadedError, match=other.url):
-        lab.map(ROWS, "{text}", labs=[other])
+        batch.run(lab, labs=[other])
+    assert requests == []
 
 
-def test_labs_with_other_embedding_models_are_refused_before_the_first_text(lab, other, monkeypatch):
-    with pytest.raises(InvalidRequestError, match="list of labs"):
-        lab.embed_frame(ROWS, labs=other)
-    models, embed, sent = RemoteBackend.models, RemoteBackend.embed, []
+def test_labs_that_compute_different_vectors_are_refused_before_the_first_text(lab, other, monkeypatch):
+    embed, sent = RemoteBackend.embed, []
 
     async def other_vectors(backend, body):
         sent.append(body.input)
@@ -238,16 +248,6 @@ def test_labs_with_other_embedding_models_are_refused_before_the_first_text(lab,
     with pytest.raises(InvalidRequestError, match=rf"different vectors.*echo .*{lab.url}.*{other.url}"):
         lab.embed_frame(ROWS, labs=[other])
     assert sent == [[PROBE]]
-
-    async def quantized(backend):
-        listed = await models(backend)
-        changed = [each.model_copy(update={"quantization": "Q4_0"}) for each in listed.models]
-        return listed.model_copy(update={"models": changed})
-
-    monkeypatch.setattr(RemoteBackend, "models", quantized)
-    with pytest.raises(InvalidRequestError, match=rf"echo .*{lab.url}, and echo \(Q4_0.*{other.url}"):
-        lab.embed_frame(ROWS, labs=[other])
-    assert len(sent) == 1
 
 
 SERVED = """
@@ -263,52 +263,26 @@ with lmx_lab.Lab(Settings(home=pathlib.Path(sys.argv[1]), port=0, slots=4, echo_
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_killed_lab_are_answered_by_another(lab, tmp_path):
+def test_another_lab_gets_the_inputs_of_a_killed_one(batch, lab, monkeypatch, tmp_path):
     child = subprocess.Popen([sys.executable, "-c", SERVED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    rows = [f"row {number}" for number in range(400)]
-
-    def prompt(row):
-        # Rows are read up to 256 ahead, so some are answered and others are being answered.
-        if row["text"] == "row 300":
-            child.kill()
-        return str(row["text"])
-
-    try:
-        with attach(child.stdout.readline().strip()) as killed, pytest.warns(RuntimeWarning, match=killed.url):
-            answers = lab.map(rows, prompt, labs=[killed])
-    finally:
-        child.kill()
-        child.communicate()
-    assert answers["answer"].tolist() == rows
-    own, lost = answers.attrs["labs"]
-    assert own["answers"] + lost["answers"] == len(rows)
-    assert lost["returned"] > 0
-    assert lost["error"]
-
-
-@pytest.mark.slow
-def test_the_vectors_of_a_killed_lab_are_computed_by_another(lab, monkeypatch, tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", SERVED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    calls = [0]
+    expected, calls = batch.results(batch.run(lab)), Counter()
 
     async def kill():
-        calls[0] += 1
-        if calls[0] == 5:
+        calls["own"] += 1
+        if calls["own"] == 5:
             child.kill()
 
-    before_each(monkeypatch, LocalBackend, kill, "embed")
+    before_each(monkeypatch, LocalBackend, kill, batch.method)
     try:
         with attach(child.stdout.readline().strip()) as killed, pytest.warns(RuntimeWarning, match=killed.url):
-            found = lab.embed_frame(TEXTS, labs=[killed])
+            found = batch.run(lab, labs=[killed])
     finally:
         child.kill()
         child.communicate()
-    assert np.array_equal(np.stack(found["embedding"]), lab.embed(TEXTS))
+    assert batch.results(found) == expected
     own, lost = found.attrs["labs"]
-    assert own["vectors"] + lost["vectors"] == len(TEXTS)
-    assert lost["returned"] == TEXTS_AT_ONCE
+    assert own[batch.product] + lost[batch.product] == len(batch.inputs)
+    assert batch.at_once <= lost["returned"] <= batch.running * batch.at_once
     assert lost["error"]
 
 

@@ -2,17 +2,19 @@
 
 import asyncio
 import math
-import signal
+import random
 import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from typing import Annotated, Literal
 
 import pandas as pd
 import pydantic
 import pytest
 
+import lmx_lab
 from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.errors import (
@@ -24,27 +26,24 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.notebook.local import LocalBackend
-from tests.batch.stored import stored_answers
+from lmx_lab.notebook.remote import RemoteBackend
 from tests.support.labs import serving
+from tests.support.waiting import interrupt
 
 TRIP = {"city": str, "days": int, "far": bool, "kind": Literal["sea", "hills"]}
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
-        yield lab
-
-
 class Sent:
-    """Counts the requests of a lab, and how many run at the same time. ``before`` is called with each request."""
+    """Counts the requests through a kind of backend, and how many run at the same time. ``before`` is called with each
+    request.
+    """
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, kind=LocalBackend):
         self.requests = []
         self.most_at_once = 0
         self._running = 0
-        generate = LocalBackend.generate
+        generate = kind.generate
 
         async def counted(backend, request, *, batch=False):
             self.requests.append(request)
@@ -56,7 +55,7 @@ class Sent:
             finally:
                 self._running -= 1
 
-        monkeypatch.setattr(LocalBackend, "generate", counted)
+        monkeypatch.setattr(kind, "generate", counted)
 
     async def before(self, count):
         await asyncio.sleep(0)
@@ -113,6 +112,24 @@ def test_an_iterable_gives_an_iterator_that_reads_a_limited_number_of_rows_ahead
     assert asyncio.run(collect()) == ["a", None, "b"]
     with pytest.raises(InvalidRequestError, match="columns are n"):
         next(lab.map(rows(), "{text}"))
+
+
+def test_closing_the_iterator_cancels_running_requests(lab, sent):
+    cancelled = threading.Event()
+
+    async def before(count):
+        if count > 1:
+            try:
+                await asyncio.sleep(WAIT_S)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+    sent.before = before
+    answers = lab.map(iter(["a", "b"]), "{text}")
+    assert next(answers)["answer"] == "a"
+    answers.close()
+    assert cancelled.wait(WAIT_S / 2)
 
 
 def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab):
@@ -247,10 +264,8 @@ def test_files_of_other_programs_are_refused_and_two_processes_may_share_one(lab
         connection.execute("CREATE TABLE t (x)")
     connection.close()
     before = other.read_bytes()
-    (tmp_path / "text").write_text("no database " * 100)
-    for path in (other, tmp_path / "text", tmp_path / "missing" / "a.db"):
-        with pytest.raises(InvalidRequestError, match="another path"):
-            lab.map(["a"], "{text}", cache=path)
+    with pytest.raises(InvalidRequestError, match="another path"):
+        lab.map(["a"], "{text}", cache=other)
     assert other.read_bytes() == before
 
     async def share():
@@ -292,9 +307,7 @@ def test_an_unloaded_model_ends_the_run_with_one_error_and_the_answers_are_kept(
 def test_an_interrupt_returns_the_answers_so_far(lab, sent):
     async def before(count):
         if count == 10:
-            signal.raise_signal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else (
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            )
+            interrupt()
         if count >= 10:
             await asyncio.sleep(WAIT_S)
 
@@ -307,28 +320,96 @@ def test_an_interrupt_returns_the_answers_so_far(lab, sent):
 
 
 KILLED = """
-import pathlib, sys
+import os, sys
 import lmx_lab
-from lmx_lab.settings import Settings
+from lmx_lab.notebook.remote import RemoteBackend
 
-home, path = map(pathlib.Path, sys.argv[1:])
-with lmx_lab.Lab(Settings(home=home, port=0, slots=4, echo_tokens_per_s=40), loop="thread") as lab:
-    lab.load("echo")
-    lab.map([f"row {number}" for number in range(120)], "{text}", cache=path)
+url, cache, log, rows = sys.argv[1:]
+generate, begun = RemoteBackend.generate, os.open(log, os.O_WRONLY | os.O_APPEND)
+
+async def logged(backend, request, *, batch=False):
+    os.write(begun, f"{request.messages[0].content}\\n".encode())
+    return await generate(backend, request, batch=batch)
+
+RemoteBackend.generate = logged
+with lmx_lab.attach(url) as lab:
+    lab.map([f"row {number}" for number in range(int(rows))], "{text}", cache=cache)
 """
 
 
+def stored_answers(path):
+    """Return the number of answers in a cache that another process writes."""
+    threading.Event().wait(0.02)
+    if not path.exists():
+        return 0
+    with closing(sqlite3.connect(path)) as connection:
+        try:
+            return connection.execute("SELECT count(*) FROM answers").fetchone()[0]
+        except sqlite3.OperationalError:  # The table was not created yet.
+            return 0
+
+
 @pytest.mark.slow
-def test_after_a_kill_only_missing_rows_are_computed(lab, sent, tmp_path):
-    path, rows = tmp_path / "a.db", [f"row {number}" for number in range(120)]
-    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(path)])
-    try:
-        while stored_answers(path) < 10:
-            assert child.poll() is None
-    finally:
-        child.kill()
-        child.wait()
-    stored = stored_answers(path)
-    assert lab.map(rows, "{text}", cache=path)["answer"].tolist() == rows
-    assert len(sent.requests) == 120 - stored
-    assert stored_answers(path) == 120
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_after_kills_at_random_moments_only_missing_rows_are_computed(kills, monkeypatch, tmp_path):
+    slots, count, moments = 4, 50 + 20 * kills, random.Random(20)
+    cache, log, rows = tmp_path / "a.db", tmp_path / "log", [f"row {number}" for number in range(count)]
+    log.touch()
+    stored = begun = 0
+    with (
+        serving(tmp_path, "echo", slots=slots, echo_tokens_per_s=40) as lab,
+        lmx_lab.attach(lab.url) as attached,
+    ):
+        for _ in range(kills):
+            goal = stored + moments.randrange(1, 12)
+            child = subprocess.Popen([sys.executable, "-c", KILLED, lab.url, str(cache), str(log), str(count)])
+            try:
+                while stored_answers(cache) < goal:
+                    assert child.poll() is None
+            finally:
+                child.kill()
+                child.wait()
+            new, started = stored_answers(cache) - stored, len(log.read_text().splitlines()) - begun
+            # The started rows are those that were stored, and those that were being answered.
+            assert new <= started <= new + slots + 2
+            stored, begun = stored + new, begun + started
+        assert kills <= stored < count
+        sent = Sent(monkeypatch, RemoteBackend)
+        resumed = attached.map(rows, "{text}", cache=cache)
+        assert len(sent.requests) == count - stored
+        whole = attached.map(rows, "{text}", cache=tmp_path / "b.db")
+    compared = ["answer", "finish_reason", "error", "prompt_tokens", "output_tokens"]
+    assert resumed["answer"].tolist() == rows
+    pd.testing.assert_frame_equal(resumed[compared], whole[compared])
+    assert stored_answers(cache) == count
+
+
+class Trip(pydantic.BaseModel):
+    city: str = pydantic.Field(max_length=8)
+    days: int = pydantic.Field(ge=0, le=99)
+    price: float = pydantic.Field(ge=0, le=100)
+    far: bool
+    kind: Literal["sea", "hills"]
+    stops: list[Annotated[int, pydantic.Field(ge=0, le=9)]] = pydantic.Field(max_length=3)
+    guide: Literal["Ann", "Bob"] | None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", ["tiny", "tiny_gguf"])
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.long)])
+def test_sampled_answers_have_valid_columns_and_are_computed_once(count, files, request, tmp_path):
+    """``make bench`` computes 1,000 rows with each engine."""
+    found = request.getfixturevalue(files)
+    frame = pd.DataFrame({"text": [f"Row {number}" for number in range(count)]})
+    options = {"schema": Trip, "temperature": 1.0, "seed": 3, "max_tokens": 400, "cache": tmp_path / "a.db"}
+    with serving(tmp_path, getattr(found, "path", found), slots=4, threads=1) as lab:
+        first, second = [lab.map(frame, "{text}", **options) for _ in range(2)]
+        with pytest.raises(InvalidRequestError):
+            lab.map(frame, "{text}", schema={"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}})
+    assert first["error"].isna().all(), first["error"].dropna().tolist()[:3]
+    assert [str(first[name].dtype) for name in ("days", "price", "far")] == ["Int64", "float64", "boolean"]
+    columns = first[list(Trip.model_fields)].astype(object).where(lambda values: values.notna(), None)
+    for text, values in zip(first["answer"], columns.to_dict("records"), strict=True):
+        assert Trip.model_validate_json(text) == Trip.model_validate(values)
+    assert first["answer"].nunique() > 0.9 * count
+    pd.testing.assert_frame_equal(second, first)

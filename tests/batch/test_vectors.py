@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-import signal
-import threading
 
 import numpy as np
 import pandas as pd
@@ -14,17 +12,11 @@ from lmx_lab.batch.vectors import CHARACTERS_AT_ONCE, TEXTS_AT_ONCE, divide_text
 from lmx_lab.errors import BatchStoppedError, EngineError, InvalidRequestError, NotLoadedError, QueueFullError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings
-from tests.support.labs import serving
 from tests.support.models import write_tiny_bert
+from tests.support.waiting import interrupt
 
 FIRST = [f"one {number}" for number in range(TEXTS_AT_ONCE)]
 """The texts of the first request."""
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
-        yield lab
 
 
 @pytest.fixture
@@ -116,29 +108,17 @@ def test_an_interrupt_returns_the_vectors_so_far(lab, monkeypatch):
     embed = LocalBackend.embed
 
     async def interrupted(backend, body):
-        if body.input[0] != "0":
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            await asyncio.Event().wait()
-        return await embed(backend, body)
-
-    monkeypatch.setattr(LocalBackend, "embed", interrupted)
-    vectors = lab.embed_frame([str(number) for number in range(TEXTS_AT_ONCE + 2)])
-    assert vectors.attrs["interrupted"] is True
-    assert vectors["embedding"].notna().sum() == TEXTS_AT_ONCE
-    assert vectors["error"].notna().sum() == 2
-
-
-def test_an_interrupted_search_is_marked(lab, monkeypatch):
-    embed = LocalBackend.embed
-
-    async def interrupted(backend, body):
         if "two" in body.input:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            interrupt()
             await asyncio.Event().wait()
         return await embed(backend, body)
 
     assert lab.search(["one"], "one").attrs["interrupted"] is False
     monkeypatch.setattr(LocalBackend, "embed", interrupted)
+    vectors = lab.embed_frame([*FIRST, "two", "three"])
+    assert vectors.attrs["interrupted"] is True
+    assert vectors["embedding"].notna().tolist() == [True] * TEXTS_AT_ONCE + [False, False]
+    assert vectors["error"].isna().tolist() == [True] * TEXTS_AT_ONCE + [False, False]
     found = lab.search([*FIRST, "two"], "one 7", top_n=TEXTS_AT_ONCE + 1)
     assert sorted(found["text"]) == sorted(FIRST)
     assert found.attrs["interrupted"] is True

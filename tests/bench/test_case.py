@@ -159,12 +159,6 @@ def test_cold_prompts_have_no_beginning_in_common():
     assert len(beginnings) == len(prompts)
 
 
-def test_another_run_has_the_same_prompts_except_for_the_beginning():
-    one, other = (prompt(COLD, repeat=0, request=5, run=run).split() for run in ("monday", "tuesday"))
-    assert one[:UNIQUE_WORDS] != other[:UNIQUE_WORDS]
-    assert one[UNIQUE_WORDS:] == other[UNIQUE_WORDS:]
-
-
 def test_warm_prompts_differ_only_in_their_last_words():
     prompts = [prompt(WARM, repeat=repeat, request=request) for repeat in range(2) for request in range(10)]
     warm_up = prompt(WARM, repeat=0, request=0, warm_up=True)

@@ -1,12 +1,10 @@
 """Tests of the HTTP client of the benchmark: times of arrival, documents, and all kinds of invalid responses."""
 
-import socket
-
 import pytest
 
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 from lmx_lab.errors import ConnectionLostError, EngineError, InvalidRequestError, UnreachableError
-from tests.support.sockets import HEAD, answering, streamed, whole
+from tests.support.sockets import HEAD, answering, free_port, streamed, whole
 
 pytestmark = pytest.mark.anyio
 EVENTS = ("data: one\n\n", ": waits\n\n", "data: two\r\n\r\ndata:three\n\n")
@@ -30,11 +28,6 @@ async def test_events_have_their_time_of_arrival():
     assert head.startswith("POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:")
     assert "authorization: Bearer secret" in head
     assert body == '{"a":1}'
-
-
-async def test_a_document_instead_of_a_stream_is_one_event():
-    with answering(whole('{"choices": []}')) as server:
-        assert [event.data for event in await events(server.url)] == ['{"choices": []}']
 
 
 async def test_a_refusal_raises_the_servers_error():
@@ -70,10 +63,8 @@ async def test_a_connection_that_ends_too_early_is_an_error(answer):
 
 
 async def test_an_address_without_a_server_differs_from_a_lost_connection():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     with pytest.raises(UnreachableError, match="nothing answers") as raised:
-        await events(f"http://127.0.0.1:{port}")
+        await events(f"http://127.0.0.1:{free_port()}")
     assert type(raised.value) is UnreachableError
 
 

@@ -1,12 +1,9 @@
 """Plots show medians with intervals. ``contract/test_figures`` has what all figures share."""
 
-import sys
-
 import numpy as np
 import pytest
 
 from lmx_lab.bench import by_concurrency, by_prompt_length, summary
-from lmx_lab.bench.plots import MAX_LINES
 from lmx_lab.errors import InvalidRequestError
 from tests.support.samples import run_of, sample
 
@@ -74,25 +71,11 @@ def test_all_lines_are_in_the_legend_with_different_names(users):
 @pytest.mark.parametrize("plot", [by_concurrency, by_prompt_length])
 def test_what_cannot_be_plotted_is_refused(plot):
     with pytest.raises(InvalidRequestError, match="nothing to plot"):
-        plot([])
-    with pytest.raises(InvalidRequestError, match="nothing to plot"):
         plot(swept(warm_up=True))
     with pytest.raises(InvalidRequestError, match="unknown metric speed"):
         plot(swept(), metrics=("speed",))
     with pytest.raises(InvalidRequestError, match="empty"):
         plot(swept(), metrics=())
-    many = [one for at in range(MAX_LINES + 1) for one in run_of([1.0], target=f"server {at}")]
-    with pytest.raises(InvalidRequestError, match="choose rows by target"):
-        plot(many)
-
-
-def test_without_matplotlib_the_error_names_the_package_to_install(monkeypatch):
-    import lmx_lab.bench
-
-    monkeypatch.delitem(sys.modules, "lmx_lab.bench.plots")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install"):
-        _ = lmx_lab.bench.by_concurrency
 
 
 def test_a_single_case_is_drawn_as_a_bar_with_its_value():

@@ -9,7 +9,7 @@ import pytest
 from lmx_lab.bench import frame
 from lmx_lab.bench.sample import COLUMNS, Chunk, RunClock, ServerMetrics, Trace, measure_chunk, row
 from lmx_lab.client.chat_format import ChunkReader, TokenUsage
-from lmx_lab.errors import EngineError, UnreachableError
+from lmx_lab.errors import UnreachableError
 from tests.support.model_server import event
 from tests.support.samples import sample
 
@@ -57,29 +57,58 @@ def test_the_metrics_of_ten_tokens_agree_with_a_calculation_by_hand():
     }
 
 
-def test_the_time_of_a_last_token_without_text_counts():
-    usage = TokenUsage(prompt=3, cached=None, completion=3)
-    found = metrics(
-        Chunk(at_s=10.5, tokens=1),
-        Chunk(at_s=10.6, tokens=1),
-        Chunk(at_s=10.7, finish_reason="stop"),
-        Chunk(at_s=12.0, usage=usage),
-    )
-    assert found["decode_tok_s"] == pytest.approx(10)
+def piece(at_s, tokens=1):
+    return Chunk(at_s=at_s, tokens=tokens)
 
 
-def test_the_tokens_of_a_piece_share_the_time_before_it():
-    found = metrics(Chunk(at_s=10.5, tokens=2), Chunk(at_s=10.9, tokens=4), Chunk(at_s=11.0, tokens=1))
-    assert found["itl_ms_p50"] == pytest.approx(100)
-    assert found["decode_tok_s"] == pytest.approx(10)
+def used(at_s, completion):
+    return Chunk(at_s=at_s, usage=TokenUsage(prompt=3, cached=None, completion=completion))
 
 
-def test_the_times_of_tokens_are_unknown_if_pieces_are_large():
-    usage = TokenUsage(prompt=3, cached=None, completion=128)
-    found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, tokens=1), Chunk(at_s=10.7, usage=usage))
-    assert (found["output_tokens"], found["pieces"], found["decode_tok_s"]) == (128, 2, None)
-    assert "itl_ms_p50" not in found
-    assert found["ttft_ms"] == pytest.approx(500)
+END = Chunk(at_s=10.7, finish_reason="stop")
+UNKNOWN = {"decode_tok_s": None, "itl_ms_p50": None}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        pytest.param(
+            [piece(10.5), piece(10.6), END, used(12.0, 3)],
+            {"decode_tok_s": pytest.approx(10)},
+            id="the time of a last token without text counts",
+        ),
+        pytest.param(
+            [piece(10.5, 2), piece(10.9, 4), piece(11.0)],
+            {"itl_ms_p50": pytest.approx(100), "decode_tok_s": pytest.approx(10)},
+            id="the tokens of a piece share the time before it",
+        ),
+        pytest.param(
+            [piece(10.5), piece(10.6), used(10.7, 128)],
+            {"output_tokens": 128, "pieces": 2, "ttft_ms": pytest.approx(500), **UNKNOWN},
+            id="the times of the tokens of large pieces are unknown",
+        ),
+        pytest.param(
+            [piece(10.5), piece(10.6), END],
+            {"output_tokens": 2, "counted_by": "chunks", "prompt_tokens": None, "prefill_tok_s": None},
+            id="without usage, pieces are counted and the prompt is unknown",
+        ),
+        pytest.param(
+            [piece(10.5), used(10.6, 0)],
+            {"output_tokens": 1, "counted_by": "chunks", "prompt_tokens": 3},
+            id="a usage of zero tokens is ignored",
+        ),
+        pytest.param([], UNKNOWN, id="no token has no rate"),
+        pytest.param([piece(10.5)], UNKNOWN, id="one token has no rate"),
+        pytest.param(
+            [used(10.5, 1), Chunk(at_s=10.5, server=ServerMetrics(cached_tokens=20))],
+            {"cached_tokens": 20},
+            id="cached tokens are read from the timings if usage has none",
+        ),
+    ],
+)
+def test_the_metrics_of_a_stream(chunks, expected):
+    found = metrics(*chunks)
+    assert {name: found.get(name) for name in expected} == expected
 
 
 def test_times_start_when_the_request_was_due():
@@ -89,31 +118,6 @@ def test_times_start_when_the_request_was_due():
     found = trace.metrics()
     assert (found["ttft_ms"], found["e2e_ms"]) == (pytest.approx(3500), pytest.approx(4000))
     assert found["prefill_tok_s"] == pytest.approx(40), "only the time of the server counts"
-
-
-def test_without_usage_chunks_are_counted_and_the_prompt_is_unknown():
-    found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, tokens=1), Chunk(at_s=10.6, finish_reason="stop"))
-    assert (found["output_tokens"], found["counted_by"]) == (2, "chunks")
-    assert (found["prompt_tokens"], found["prefill_tok_s"]) == (None, None)
-
-
-def test_a_usage_of_zero_tokens_is_ignored():
-    found = metrics(Chunk(at_s=10.5, tokens=1), Chunk(at_s=10.6, usage=TokenUsage(prompt=3, cached=None, completion=0)))
-    assert (found["output_tokens"], found["counted_by"], found["prompt_tokens"]) == (1, "chunks", 3)
-
-
-@pytest.mark.parametrize("chunks", [(), (Chunk(at_s=10.5, tokens=1),)])
-def test_rates_of_no_token_and_of_one_are_unknown(chunks):
-    found = metrics(*chunks)
-    assert found["decode_tok_s"] is None
-    assert "itl_ms_p50" not in found
-
-
-def test_cached_tokens_are_read_from_the_timings_if_usage_has_none():
-    chunk = Chunk(
-        at_s=10.5, usage=TokenUsage(prompt=30, cached=None, completion=1), server=ServerMetrics(cached_tokens=20)
-    )
-    assert metrics(chunk)["cached_tokens"] == 20
 
 
 @pytest.mark.parametrize(
@@ -145,12 +149,6 @@ def test_a_chunk_is_read_with_usage_and_timings():
 def test_an_implausible_count_is_unknown(value):
     chunk = read(choices=[{"delta": {}}], usage={"prompt_tokens": value, "prompt_tokens_details": value})
     assert chunk.usage == TokenUsage(prompt=None, cached=None, completion=None)
-
-
-def test_an_error_in_a_stream_is_raised_unless_it_is_null():
-    with pytest.raises(EngineError, match="it broke"):
-        read(error={"message": "it broke", "code": 500})
-    assert read(error=None, choices=[{"delta": {"content": "a"}}]).tokens == 1
 
 
 @pytest.mark.parametrize("data", ["[1]", "no", "\ufffd", "[" * 100_000])

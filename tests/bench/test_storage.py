@@ -84,17 +84,6 @@ def test_a_killed_run_has_all_added_samples(tmp_path):
     assert load(tmp_path)["ttft_ms"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_run_that_ends_with_an_exception_is_stored(tmp_path):
-    def interrupted():
-        with Recorder(tmp_path, provenance=FACTS) as kept:
-            kept.add(sample())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert len(load(tmp_path)) == 1
-
-
 def edited(path, change):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     change(lines)

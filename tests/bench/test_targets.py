@@ -22,7 +22,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.settings import Settings
 from tests.support.labs import manager_of, serving, wait_until_idle
-from tests.support.model_server import STALL, WORDS, Scripted, chunk, ending, event, json_answer, token
+from tests.support.model_server import STALL, WORDS, Scripted, chunk, json_answer, token
 from tests.support.samples import collect
 
 pytestmark = pytest.mark.anyio
@@ -104,13 +104,6 @@ async def test_metrics_agree_with_the_engines_reports_within_two_percent(target)
     assert found[-1] == pytest.approx(1, abs=0.02), found
 
 
-async def test_the_engine_reports_values_that_http_does_not(lab):
-    samples = await collect(drive(EngineTarget(manager_of(lab)), Case(prompt_tokens=64, output_tokens=64, requests=5)))
-    for sample in samples:
-        assert 0 <= sample.queue_ms < sample.server_ttft_ms < sample.ttft_ms
-        assert 0 < sample.peak_memory_gb < 1
-
-
 async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target):
     sizes = {"prompt_tokens": 128, "output_tokens": 4, "requests": 3}
     cold = [s async for s in drive(target, Case(**sizes, cache="cold")) if not s.warm_up]
@@ -174,13 +167,14 @@ async def test_the_model_of_a_request(given, models, sent):
 @pytest.mark.parametrize("model", [None, "b"])
 @pytest.mark.parametrize("status", [404, 500])
 async def test_models_that_a_server_cannot_list_are_requested_once(model, lab, status):
-    """Another request before each chat would delay what is measured."""
+    """Another request before each chat would delay what is measured. Labs give full and deterministic answers."""
     with Scripted(WORDS, models=json_answer({"error": "no list"}, status=status), lab=lab) as server:
         target = ChatTarget(server.url, model=model)
         for _ in range(3):
             await read_chunks(target)
     assert server.paths.count("/v1/models") == 1
-    assert [body.get("ignore_eos", False) for body in server.bodies] == [lab] * 3
+    fields = (True, 0) if lab else (None, None)
+    assert [(body.get("ignore_eos"), body.get("temperature")) for body in server.bodies] == [fields] * 3
 
 
 async def test_a_server_with_several_models_needs_a_model_name():
@@ -190,22 +184,23 @@ async def test_a_server_with_several_models_needs_a_model_name():
         assert server.bodies == []
 
 
-async def test_a_server_that_lists_no_models_needs_a_model_name():
-    with Scripted(WORDS, models=()) as server, pytest.raises(ModelNotFoundError, match="model="):
-        await ChatTarget(server.url).describe()
-
-
-async def test_a_server_that_cannot_list_models_is_described_by_the_given_facts():
-    with Scripted(WORDS, models=json_answer({"error": "no cache"}, status=500)) as server:
-        assert await ChatTarget(server.url, model="b").describe() == TargetFacts(model="b")
-        with pytest.raises(LabError):
-            await ChatTarget(server.url).describe()
-
-
-async def test_a_wrong_key_is_always_an_error():
-    refusal = json_answer({"error": {"message": "no such key"}}, status=401)
-    with Scripted(WORDS, models=refusal) as server, pytest.raises(UnauthorizedError):
-        await ChatTarget(server.url, model="b", api_key="wrong").describe()
+@pytest.mark.parametrize(
+    ("models", "model", "error", "message"),
+    [
+        pytest.param((), None, ModelNotFoundError, "model=", id="no models"),
+        pytest.param(json_answer({"error": "no cache"}, status=500), None, LabError, "no cache", id="no list"),
+        pytest.param(
+            json_answer({"error": {"message": "no such key"}}, status=401),
+            "b",
+            UnauthorizedError,
+            "no such key",
+            id="wrong key",
+        ),
+    ],
+)
+async def test_a_server_without_a_list_of_models_needs_a_model_name_and_the_right_key(models, model, error, message):
+    with Scripted(WORDS, models=models) as server, pytest.raises(error, match=message):
+        await ChatTarget(server.url, model=model).describe()
 
 
 async def test_an_unreachable_server_is_an_error_even_with_a_model_name():
@@ -214,43 +209,31 @@ async def test_an_unreachable_server_is_an_error_even_with_a_model_name():
             await ChatTarget("127.0.0.1:1", model=model).describe()
 
 
-async def test_facts_that_a_server_does_not_report_can_be_given():
+@pytest.mark.parametrize(
+    ("models", "model", "expected"),
+    [(("scripted",), None, "scripted"), (json_answer({"error": "no cache"}, status=500), "b", "b")],
+    ids=["listed", "no list"],
+)
+async def test_facts_that_a_server_does_not_report_can_be_given(models, model, expected):
     known = TargetFacts(engine="other 1.0", device="gpu")
-    with Scripted(WORDS) as server:
-        target = ChatTarget(server.url, name="other", known=known, extra={"ignore_eos": True})
-        assert await target.describe() == TargetFacts(engine="other 1.0", model="scripted", device="gpu")
+    with Scripted(WORDS, models=models) as server:
+        target = ChatTarget(server.url, model=model, name="other", known=known, extra={"ignore_eos": True})
+        assert await target.describe() == TargetFacts(engine="other 1.0", model=expected, device="gpu")
         await read_chunks(target)
     assert server.bodies[0]["ignore_eos"] is True
 
 
-async def test_a_lab_is_asked_for_full_length_and_deterministic_answers():
-    with Scripted(WORDS, lab=True) as server:
-        await read_chunks(ChatTarget(server.url))
-    assert (server.bodies[0]["ignore_eos"], server.bodies[0]["temperature"]) == (True, 0)
-
-
-async def test_a_stream_that_stays_open_after_the_finish_reason_is_complete():
-    with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as server:
+@pytest.mark.parametrize("end", [[], [STALL]], ids=["closed", "open"])
+async def test_a_stream_without_done_is_complete_after_the_finish_reason(end):
+    with Scripted([token("a"), chunk({}, finish="stop"), *end]) as server:
         chunks = await read_chunks(ChatTarget(server.url, max_open_s=0.05))
-        await server.until(lambda: server.left == 1)
+        await server.until(lambda: server.left == len(end))
     assert [piece.finish_reason for piece in chunks] == [None, None, "stop"]
-
-
-async def test_a_stream_without_done_is_complete_after_the_finish_reason():
-    with Scripted([token("a"), chunk({}, finish="stop")]) as server:
-        assert len(await read_chunks(ChatTarget(server.url))) == 3
 
 
 async def test_a_stream_that_ends_without_a_finish_reason_is_an_error():
     with Scripted([token("a")]) as server, pytest.raises(ConnectionLostError, match="before the answer was complete"):
         await read_chunks(ChatTarget(server.url))
-
-
-async def test_an_error_in_the_middle_of_a_stream_is_raised():
-    broken = event({"error": {"code": "oom-unloaded", "message": "no memory", "type": "t"}})
-    with Scripted([token("a"), broken]) as server, pytest.raises(LabError, match="no memory") as raised:
-        await read_chunks(ChatTarget(server.url))
-    assert raised.value.code == "oom-unloaded"
 
 
 async def test_a_json_document_instead_of_a_stream_is_one_piece():
@@ -269,30 +252,13 @@ def test_a_key_is_never_shown():
     assert "secret" not in f"{target!r} {target.name}"
 
 
-def test_an_invalid_target_is_refused():
-    given = 3
-    with pytest.raises(InvalidRequestError, match="address"):
-        as_target(given)
-    with pytest.raises(InvalidRequestError):
-        as_target("ftp://nowhere")
+def test_an_invalid_target_is_refused(lab):
+    for wrong, message in ((3, "address"), ("ftp://nowhere", "ftp://nowhere"), (lab, r"call its method bench\(\)")):
+        with pytest.raises(InvalidRequestError, match=message):
+            as_target(wrong)
     assert as_target("127.0.0.1:8400").name == "127.0.0.1:8400"
-
-
-def test_for_a_lab_the_error_names_its_bench_method(lab):
-    itself = lab
-    with pytest.raises(InvalidRequestError, match=r"call its method bench\(\)"):
-        as_target(itself)
 
 
 async def test_an_unknown_model_of_a_lab_is_not_replaced_by_the_loaded_one(lab):
     with pytest.raises(NotLoadedError, match="nope"):
         await ChatTarget(lab.url, model="nope").describe()
-
-
-async def test_usage_in_the_last_piece_is_read():
-    """mlx_lm.server sends usage in this way."""
-    last = chunk({"content": "b"}, finish="length", usage={"prompt_tokens": 7, "completion_tokens": 2})
-    with Scripted([token("a"), last, *ending("length", usage=None)[1:]]) as server:
-        chunks = await read_chunks(ChatTarget(server.url))
-    assert sum(piece.tokens for piece in chunks) == 2
-    assert chunks[-1].usage is not None

@@ -10,8 +10,6 @@ import secrets
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,18 +30,15 @@ from playwright.sync_api import (
 )
 from playwright.sync_api import Error as PlaywrightError
 
-from tests.support.browser import FOREIGN, WAIT_MS
-from tests.support.sockets import free_port
+from tests.support.browser import FOREIGN, WAIT_MS, serious_violations
 
+Message = tuple[float, dict[str, Any]]
+"""A message of a kernel: its time (``time.monotonic``), and its header and content."""
 START_S = 180
-PORTS_TRIED = 3
 KERNEL_ATTEMPTS = 3
 LOG_CHARACTERS = 4000
-# Errors that JupyterLab itself writes to the console for any notebook.
-BENIGN: tuple[str, ...] = (
-    # From its debugger, some time after a connection was cut.
-    "Could not restore the debugger state",
-)
+# JupyterLab itself writes this error to the console for any notebook, some time after a connection was cut.
+BENIGN = "Could not restore the debugger state"
 SETTINGS = {
     # No requests for news and versions to other hosts.
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
@@ -117,44 +112,29 @@ class JupyterLab:
             "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
             "IPYTHONDIR": "ipython",
         }
-        environment = {**os.environ, **{name: str(folder / path) for name, path in own.items()}}
-        for _ in range(PORTS_TRIED):
-            self._start(environment | {"LMX_LAB_HOME": str(home)})
-            if self._answers():
-                return
-            if self._process.poll() is None:
-                break
-        self.close()
-        raise RuntimeError("JupyterLab has not started:\n" + self.log)
-
-    def _start(self, environment: dict[str, str]) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        own_folders = {name: str(folder / path) for name, path in own.items()}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "jupyter", "lab", "--no-browser", "--expose-app-in-browser"),
+                    *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", "--ServerApp.allow_root=True"),
                     f"--ServerApp.root_dir={self.folder}",
-                    f"--ServerApp.port={self.port}",
-                    *("--ServerApp.ip=127.0.0.1", "--ServerApp.port_retries=0", "--ServerApp.allow_root=True"),
                     f"--IdentityProvider.token={self.token}",
                     "--LabApp.extension_manager=readonly",
                 ],
-                env=environment,
+                env={**os.environ, **own_folders, "LMX_LAB_HOME": str(home)},
                 stdout=log,
                 stderr=log,
             )
-
-    def _answers(self) -> bool:
-        """Wait until the server answers. Returns False if it has exited, such as when another program took the port."""
+        # Written when the server listens.
+        state = folder / "runtime" / f"jpserver-{self._process.pid}.json"
         deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                urllib.request.urlopen(f"{self.url}/api?token={self.token}", timeout=START_S).close()
-                return True
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        return False
+        while not state.exists() or not state.stat().st_size:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise RuntimeError("JupyterLab has not started:\n" + self.log)
+            time.sleep(0.1)
+        self.url = f"http://127.0.0.1:{json.loads(state.read_text())['port']}"
 
     @property
     def log(self) -> str:
@@ -184,8 +164,7 @@ class Tab:
         """Requests to other hosts, all of which were blocked."""
         self.complaints: list[str] = []
         """Errors on the console, and uncaught exceptions."""
-        self.messages: list[tuple[float, dict[str, Any]]] = []
-        """Messages of kernels: their time (``time.monotonic``), and their header and content."""
+        self.messages: list[Message] = []
         self.page: Page = context.new_page()
         self.page.set_default_timeout(WAIT_MS)
         self.page.on("console", self._console)
@@ -197,7 +176,7 @@ class Tab:
         self.page.evaluate("window.jupyterapp.restored.then(() => window.jupyterapp.shell.collapseLeft())")
 
     def _console(self, message: ConsoleMessage) -> None:
-        if message.type == "error" and not any(benign in message.text for benign in BENIGN):
+        if message.type == "error" and BENIGN not in message.text:
             self.complaints.append(f"{message.text} ({message.location.get('url')})")
 
     def _request(self, request: Request) -> None:
@@ -280,25 +259,22 @@ class Tab:
     def delete_cell(self, index: int) -> None:
         self.page.evaluate(f"index => {{ {CURRENT} panel.content.model.sharedModel.deleteCell(index); }}", index)
 
-    def freeze(self) -> None:
-        """Freeze the tab, as the browser does with tabs in the background: no code runs in it."""
-        self._lifecycle("frozen")
-
-    def thaw(self) -> None:
-        self._lifecycle("active")
-
-    def _lifecycle(self, state: str) -> None:
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Freeze the tab during the block, as the browser does with tabs in the background: no code runs in it."""
         session = self.page.context.new_cdp_session(self.page)
-        session.send("Page.setWebLifecycleState", {"state": state})
+        session.send("Page.setWebLifecycleState", {"state": "frozen"})
+        yield
+        session.send("Page.setWebLifecycleState", {"state": "active"})
         session.detach()
 
-    def disconnect(self) -> None:
-        """Close the connection to the kernel without reconnecting; messages of the page wait."""
+    @contextmanager
+    def disconnected(self) -> Iterator[None]:
+        """Close the connection to the kernel during the block; messages of the page wait."""
         kernel = f"{CURRENT} const kernel = panel.sessionContext.session.kernel;"
         self.page.evaluate(f"() => {{ {kernel} kernel._clearSocket(); kernel._updateConnectionStatus('connecting'); }}")
-
-    def reconnect(self) -> None:
-        self.page.evaluate(f"async () => {{ {CURRENT} await panel.sessionContext.session.kernel.reconnect(); }}")
+        yield
+        self.page.evaluate(f"async () => {{ {kernel} await kernel.reconnect(); }}")
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
@@ -331,10 +307,10 @@ class Tab:
         )
 
     @contextmanager
-    def watched(self) -> Iterator[list[tuple[float, dict[str, Any]]]]:
+    def watched(self) -> Iterator[list[Message]]:
         """Collect the kernel's messages during the block."""
         first = len(self.messages)
-        watched: list[tuple[float, dict[str, Any]]] = []
+        watched: list[Message] = []
         yield watched
         watched += self.messages[first:]
 
@@ -351,7 +327,7 @@ class Tab:
         self.page.close()
 
 
-def updates(messages: Sequence[tuple[float, dict[str, Any]]]) -> Counter[str]:
+def updates(messages: Sequence[Message]) -> Counter[str]:
     """Count the state messages of each widget."""
     return Counter(
         message["content"]["comm_id"]
@@ -360,7 +336,7 @@ def updates(messages: Sequence[tuple[float, dict[str, Any]]]) -> Counter[str]:
     )
 
 
-def seconds(messages: Sequence[tuple[float, dict[str, Any]]]) -> float:
+def seconds(messages: Sequence[Message]) -> float:
     """Return the time from the first to the last message by the kernel's clock; they may arrive late and together."""
     sent = [datetime.fromisoformat(message["header"]["date"]) for _, message in messages]
     return (max(sent) - min(sent)).total_seconds()
@@ -521,6 +497,32 @@ CONTRASTS = """(root) => {
     }
     return found;
 }"""
+OVERFLOW = """(node) => {
+    node.style.width = "400px";
+    const over = node.scrollWidth - node.clientWidth;
+    node.style.width = "";
+    return over;
+}"""
+"""Returns by how many pixels the content of a panel that is 400 pixels wide is wider."""
+
+
+def check_readable(tab: Tab, label: str, theme: str, open_details: Callable[[], None]) -> None:
+    """Check in a theme that a panel is accessible, and its text readable, with its details and in 400 pixels."""
+    panel = tab.panel(label)
+    tab.theme(theme)
+    try:
+        open_details()
+        violations = serious_violations(tab.page, ".jp-Notebook:not(.lm-mod-hidden) .lmx")
+        contrasts = panel.first.evaluate(CONTRASTS)
+        overflow = panel.first.evaluate(OVERFLOW)
+    finally:
+        tab.theme("light")
+    assert violations == []
+    assert len(contrasts) > 5
+    assert {text: contrast for text, contrast in contrasts if contrast < MIN_CONTRAST} == {}
+    assert overflow <= 0
+
+
 NEXT_FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"
 # Marks each visible control of a panel with its number in the order of the document, and returns their number.
 MARK_CONTROLS = """(root) => {
@@ -537,6 +539,27 @@ FOCUSED_CONTROL = """() => {
 CONTROL = re.compile(r"- \'?(button|textbox|searchbox|combobox|checkbox|spinbutton)(?: \"([^\"]*))?", re.MULTILINE)
 """A control in a snapshot of the accessibility tree: its role and its name."""
 OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
+
+
+def tab_through(page: Page, root: Locator) -> int:
+    """Check that Tab reaches all controls of an element in order, that each shows the focus and has a name.
+
+    Returns:
+        The number of controls.
+    """
+    count, reached = int(root.evaluate(MARK_CONTROLS)), list[int]()
+    while (focused := page.evaluate(FOCUSED_CONTROL)) is not None and focused[0] not in reached:
+        assert page.evaluate(OUTLINE) != "none", f"control {focused} shows no focus"
+        reached.append(focused[0])
+        page.keyboard.press("Tab")
+    page.evaluate("() => document.querySelectorAll('[data-number]').forEach((it) => delete it.dataset.number)")
+    assert reached == list(range(count))
+    controls = CONTROL.findall(root.aria_snapshot())
+    assert len(controls) >= 3
+    assert [role for role, label in controls if not label] == []
+    return count
+
+
 SCRIPTED_EVENTS = """
 import os, time
 from lmx_lab.panels.layout import compose_panels

@@ -91,10 +91,9 @@ def answers_unload(message):
 def test_unload_bypasses_a_kernel_that_does_not_answer(panels):
     url = panels.kernel("print(lab.url)")
     before = len(panels.messages)
-    panels.disconnect()
-    model_button(panels, "Unload tiny").click()
-    panels.wait(lambda: httpx2.get(f"{url}/readyz", timeout=60).status_code == 503, "the server has unloaded")
-    panels.reconnect()
+    with panels.disconnected():
+        model_button(panels, "Unload tiny").click()
+        panels.wait(lambda: httpx2.get(f"{url}/readyz", timeout=60).status_code == 503, "the server has unloaded")
     expect(model_row(panels, "tiny")).to_contain_text("on disk")
     # The kernel receives the request late, which has no effect.
     panels.wait(lambda: any(answers_unload(each) for _, each in panels.messages[before:]), "the kernel has received it")

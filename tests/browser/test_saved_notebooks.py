@@ -31,6 +31,8 @@ def saved(tab, jupyterlab):
     for cell in range(4):
         tab.run(cell)
     url = tab.kernel("print(lab.url)")
+    for text in (url, "tiny"):
+        expect(tab.outputs(1)).to_contain_text(text)
     expect(tab.panel("Models")).to_have_count(2)
     tab.kernel(f"lab.workbench.submit(lab.workbench.panels['chat'].do_send({{'text': {QUESTION!r}}})).result()")
     expect(tab.outputs(2).locator(".lmx-snapshot")).to_contain_text(QUESTION)

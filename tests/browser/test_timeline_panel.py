@@ -3,8 +3,7 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.jupyterlab import CONTRASTS, MIN_CONTRAST
-from tests.support.browser import serious_violations
+from tests.browser.jupyterlab import check_readable
 
 PANEL = "timeline"
 """The panel that ``one_panel`` shows."""
@@ -43,21 +42,12 @@ def test_the_panel_is_accessible_and_readable_in_both_themes_and_in_400_pixels(o
     panel = one_panel.panel("Timeline")
     one_panel.kernel(CHATS.format(count=1))
     expect(panel.get_by_role("listitem").first).to_be_visible()
-    one_panel.theme(theme)
-    try:
+
+    def open_details():
         panel.get_by_role("listitem").first.get_by_role("button").press("Enter")
         expect(panel.locator(".detail")).to_be_visible()
-        violations = serious_violations(one_panel.page, ".jp-Notebook:not(.lm-mod-hidden) .lmx")
-        contrasts = panel.first.evaluate(CONTRASTS)
-        overflow = panel.first.evaluate(
-            "(node) => { node.style.width = '400px'; const over = node.scrollWidth - node.clientWidth;"
-            " node.style.width = ''; return over; }"
-        )
-    finally:
-        one_panel.theme("light")
-    assert violations == []
-    assert {text: contrast for text, contrast in contrasts if contrast < MIN_CONTRAST} == {}
-    assert overflow <= 0
+
+    check_readable(one_panel, "Timeline", theme, open_details)
 
 
 def test_the_view_does_not_grow_with_the_number_of_requests(one_panel):

@@ -1,10 +1,21 @@
-"""Test views of panels: displayed twice, closed, in another tab, suspended, and of a stopped server."""
+"""Test views of panels: displayed twice, closed, in another tab, suspended, of a stopped server, and their messages."""
 
 import httpx2
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.jupyterlab import LAUNCH, ask, model_button, model_row
+from tests.browser.jupyterlab import (
+    LAUNCH,
+    LONG_ANSWER,
+    MAX_UPDATES_PER_S,
+    Tab,
+    ask,
+    model_button,
+    model_row,
+    panel_names,
+    seconds,
+    updates,
+)
 
 SHOWN = 1
 """Index of the cell that displays the panels."""
@@ -32,16 +43,13 @@ def test_panels_have_titles_and_leave_no_cell_of_the_grid_empty(panels):
         expect(panels.panel(name).get_by_role("heading")).to_have_text(name)
         places[name] = panels.panel(name).bounding_box()
     box = grid.bounding_box()
-    assert box is not None
     for left, right in (("Models", "Metrics"), ("Chat", "Rerank")):
         one, other = places[left], places[right]
         assert (one["y"], one["height"]) == pytest.approx((other["y"], other["height"]), abs=1)
         assert one["width"] + other["width"] == pytest.approx(box["width"], abs=20)
     charts = [chart.bounding_box() for chart in panels.panel("Metrics").locator("figure").all()]
-    assert (
-        len({round(chart["x"]) for chart in charts if chart}) * len({round(chart["y"]) for chart in charts if chart})
-        == 4
-    )
+    columns, rows = ({round(chart[side]) for chart in charts} for side in ("x", "y"))
+    assert len(columns) * len(rows) == 4
 
 
 def test_a_panel_shown_twice_is_the_same_panel_twice(panels):
@@ -56,22 +64,18 @@ def test_a_panel_shown_twice_is_the_same_panel_twice(panels):
     expect(panels.panel("Models")).to_have_count(1)
 
 
-def test_a_closed_panel_is_shown_again_with_the_right_state(panels):
-    panels.kernel("lab.panel('models').close()")
+@pytest.mark.parametrize("end", ["closed", "cleared"])
+def test_a_panel_that_is_gone_is_shown_again_with_the_current_state(panels, end):
+    if end == "closed":
+        panels.kernel("lab.panel('models').close()")
+    else:
+        panels.command("notebook:clear-all-cell-outputs")
     expect(panels.panel("Models")).to_have_count(0)
     panels.kernel("lab.load('tiny-two')")
     panels.run(SHOWN)
     expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     model_button(panels, "Unload tiny-two").click()
     expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
-
-
-def test_a_cleared_output_is_restored_with_the_current_state(panels):
-    panels.command("notebook:clear-all-cell-outputs")
-    expect(panels.panel("Models")).to_have_count(0)
-    panels.kernel("lab.load('tiny-two')")
-    panels.run(SHOWN)
-    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
 
 
 def test_a_stopped_server_is_shown_and_then_the_next_one(panels):
@@ -91,31 +95,44 @@ def test_a_stopped_server_is_shown_and_then_the_next_one(panels):
     expect(chat.locator(".assistant").last).to_contain_text("40 tokens")
 
 
-def test_a_suspended_tab_shows_the_right_state_when_it_resumes(panels):
-    url = panels.kernel("print(lab.url)")
-    panels.freeze()
+def load_elsewhere(url):
+    """Load a model as another client does."""
     assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
-    panels.thaw()
+
+
+@pytest.mark.parametrize("without", [Tab.frozen, Tab.disconnected], ids=["a suspended tab", "a lost connection"])
+def test_a_tab_shows_the_right_state_when_it_receives_messages_again(panels, without):
+    url = panels.kernel("print(lab.url)")
+    with without(panels):
+        load_elsewhere(url)
     expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     expect(model_row(panels, "tiny")).to_contain_text("on disk")
+    model_button(panels, "Unload tiny-two").click()
+    expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
 
 
 def test_lost_state_is_requested_again(panels):
     url = panels.kernel("print(lab.url)")
     expect(model_row(panels, "tiny")).to_contain_text("loaded")
     with panels.deaf():
-        assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
+        load_elsewhere(url)
         panels.page.wait_for_timeout(1000)
         expect(model_row(panels, "tiny")).to_contain_text("loaded")
     expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
     expect(model_row(panels, "tiny")).to_contain_text("on disk")
 
 
-def test_a_browser_shows_the_right_state_after_a_lost_connection(panels):
-    url = panels.kernel("print(lab.url)")
-    panels.disconnect()
-    assert httpx2.post(f"{url}/admin/models/load", json={"model": "tiny-two"}, timeout=30).status_code == 200
-    panels.reconnect()
-    expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
-    model_button(panels, "Unload tiny-two").click()
-    expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
+@pytest.mark.long
+def test_no_panel_sends_more_than_four_messages_per_second(panels):
+    with panels.watched() as messages:
+        chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
+        model_button(panels, "Load tiny-two").click()
+        panels.page.wait_for_timeout(2000)
+        chat.get_by_role("button", name="Stop").click()
+        expect(chat.get_by_role("button", name="Send")).to_be_visible()
+        expect(model_row(panels, "tiny-two")).to_contain_text("loaded")
+    counted = {name: updates(messages)[comm] for comm, name in panel_names(panels).items()}
+    assert counted["chat"] >= 2
+    assert counted["metrics"] >= 2
+    # One more for a frame that was due when the measurement started, and one for a comparison.
+    assert {name: count for name, count in counted.items() if count > MAX_UPDATES_PER_S * seconds(messages) + 2} == {}

@@ -1,6 +1,7 @@
 """Tests of exit statuses, invalid arguments, interrupts and output that cannot be written; never with a traceback."""
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -17,7 +18,7 @@ from lmx_lab.cli.event_printer import as_line_of_json
 from lmx_lab.cli.terminal import single_line
 from lmx_lab.errors import LabError
 from lmx_lab.wire.events import Envelope
-from tests.support.commands import CLOSED, WAIT_S, environment, run_command
+from tests.support.commands import CLOSED, SIGNALS, WAIT_S, environment, run_command, signal_at
 
 COMMANDS = ("serve", "daemon", "chat", "events", "bench", "pull", "models", "doctor")
 PROGRAM = [sys.executable, "-m", "lmx_lab"]
@@ -25,78 +26,74 @@ BLOCKS = "import sys\nprint('importing', flush=True)\nsys.stdin.read()\n"
 FULL = Path("/dev/full")
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A home for commands that run in this process, where nothing has to be imported again."""
-    monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    # A lab of this machine may use the default port.
-    monkeypatch.setenv("LMX_LAB_PORT", "9")
-    return tmp_path
-
-
-@pytest.mark.usefixtures("home")
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (["--version"], 0),
-        (["pull", "no-such"], 1),
-        (["chat", "hello"], 1),
-        (["serve", "--slots", "0"], 2),
-        (["daemon", "--upstream", "http://user:secret@127.0.0.1"], 2),
-        (["chat", "hello", "--token", "t"], 2),
-    ],
-    ids=str,
-)
-def test_a_failure_and_an_invalid_command_line_have_different_exit_statuses(capsys, arguments, status):
-    assert run(arguments) == status
-    output = capsys.readouterr().err
-    assert bool(output) == (status != 0)
-    assert "Traceback" not in output
-    assert "secret" not in output
-
-
-@pytest.mark.usefixtures("home")
-@pytest.mark.parametrize(
-    ("arguments", "message", "help_of"),
-    [
-        (["sreve"], "no such command 'sreve'. Did you mean 'serve'?", ""),
-        (["--nope"], "no such option: --nope.", ""),
-        (["serve", "--prot", "1"], "no such option: --prot (Possible options: --host, --otel, --port).", " serve"),
-        (["serve", "--port", "many"], "--port is 'many'; it must be a whole number.", " serve"),
-        (["serve", "--port"], "option '--port' requires an argument.", " serve"),
-        (["serve", "--swap=yes"], "option '--swap' does not take a value.", " serve"),
-        (["bench", "--rate", "fast\n"], "--rate is 'fast\\n'; it must be a number.", " bench"),
-        (["serve", "-x"], "no such option: -x.", " serve"),
-        (["pull"], "missing argument 'model'.", " pull"),
-        (["models", "one", "two\x1b[2J\n"], r"got unexpected extra argument(s) (one two\x1b[2J\x0a).", " models"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_an_invalid_command_line_is_one_line_with_the_next_step(capsys, arguments, message, help_of):
-    assert run(arguments) == 2
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert shown.err.startswith(f"invalid-request: {message} See ")
-    assert shown.err.endswith(f"{help_of} --help\n")
-
-
-@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--memory-limit", "-1"], "--memory-limit is -1; give GB"),
-        (["serve", "--prefix-cache", "nan"], "--prefix-cache is nan; give GB"),
-        (["serve", "--host", "http://127.0.0.1"], "--host is 'http://127.0.0.1'; give an address"),
-        (["daemon", "--host", "127.0.0.1:8401"], "--host is '127.0.0.1:8401'; give an address"),
-        (["events", "--after", "-1"], "--after is -1; give 0"),
-        (["daemon", "--host", "two words"], "--host is 'two words'; give an address"),
+        ("sreve", "no such command 'sreve'. Did you mean 'serve'? See lmx-lab --help"),
+        ("--nope", "no such option: --nope. See lmx-lab --help"),
+        (
+            "serve --prot 1",
+            "no such option: --prot (Possible options: --host, --otel, --port). See lmx-lab serve --help",
+        ),
+        ("serve --port many", "--port is 'many'; it must be a whole number. See lmx-lab serve --help"),
+        ("serve --port", "option '--port' requires an argument. See lmx-lab serve --help"),
+        ("serve --swap=yes", "option '--swap' does not take a value. See lmx-lab serve --help"),
+        ("bench --rate 'fast\n'", "--rate is 'fast\\n'; it must be a number. See lmx-lab bench --help"),
+        ("serve -x", "no such option: -x. See lmx-lab serve --help"),
+        ("pull", "missing argument 'model'. See lmx-lab pull --help"),
+        (
+            "models one 'two\x1b[2J\n'",
+            r"got unexpected extra argument(s) (one two\x1b[2J\x0a). See lmx-lab models --help",
+        ),
+        ("chat hello --token t", "--token"),
+        ("serve --memory-limit -1", "--memory-limit is -1; give GB"),
+        ("serve --memory-limit inf", "--memory-limit is inf; give GB"),
+        ("serve --prefix-cache nan", "--prefix-cache is nan; give GB"),
+        ("serve --prefix-cache -1", "--prefix-cache is -1; give GB"),
+        ("serve --host http://127.0.0.1", "--host is 'http://127.0.0.1'; give an address"),
+        ("serve --port 70000", "port is 70000"),
+        ("serve --port 0 --log-level loud", "log_level"),
+        ("serve --port 0 --cors-origin *", "cors_origins"),
+        ("serve --slots 0", "slots is 0"),
+        ("serve --queue-limit -1", "queue_limit is -1"),
+        ("serve --idle-unload 0", "idle_unload_s is 0"),
+        ("serve --request-timeout nan", "request_timeout_s is nan"),
+        ("serve --port 0 --models {file}", "model_folders: {file} is not a folder"),
+        ("daemon --host 127.0.0.1:8401", "--host is '127.0.0.1:8401'; give an address"),
+        ("daemon --host 'two words'", "--host is 'two words'; give an address"),
+        ("daemon --port 70000", "daemon_port is 70000"),
+        ("daemon --port 0 --cors-origin *", "cors_origins"),
+        ("daemon --port 0 --upstream ftp://nowhere", "upstream: 'ftp://nowhere' is not the address"),
+        ("daemon --port 0 --upstream http://user:secret@127.0.0.1", "upstream: the address has a name or a password"),
+        ("daemon --upstream junk", "upstream: 'junk' has neither http:// nor a port"),
+        ("daemon --port 0 --mcp-config /no/such/file", "/no/such/file"),
+        ("events --after -1", "--after is -1; give 0"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_invalid_value_is_named_as_it_was_given(capsys, arguments, message):
-    assert run(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"invalid-request: {message}")
+def test_an_invalid_command_line_is_one_line_with_the_next_step(tmp_path, arguments, message):
+    file = tmp_path / "model.gguf"
+    file.touch()
+    ended = run_command(tmp_path, *shlex.split(arguments.format(file=file)))
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith(f"invalid-request: {message.format(file=file)}")
+    assert "secret" not in ended.stderr
+    assert not (tmp_path / "daemon").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("pull no-such", "model-not-found"),
+        ("serve --port 0 --model no-such", "model-not-found"),
+        ("serve --port 0 --model tiny --memory-limit 0.001", "oom-unloaded"),
+        ("chat hello", "no-model-loaded"),
+    ],
+)
+def test_a_failure_is_one_line_with_its_code(tiny_home, arguments, code):
+    # A lab of this machine may use the default port.
+    ended = run_command(tiny_home, *arguments.split(), environ={"LMX_LAB_PORT": "9"})
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert ended.stderr.startswith(f"{code}: ")
 
 
 def test_without_arguments_the_help_is_printed(capsys):
@@ -106,40 +103,25 @@ def test_without_arguments_the_help_is_printed(capsys):
     assert shown.err == ""
 
 
-@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["models"], ["bench", "--model", "m"], ["pull", "m"]])
-def test_a_missing_folder_with_models_is_an_error(home, monkeypatch, capsys, arguments):
-    monkeypatch.setenv("LMX_LAB_MODEL_FOLDERS", f"{home}:{home / 'nowhere'}")
-    assert run(arguments) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith(f"invalid-request: model_folders: {home / 'nowhere'} is not a folder")
-    assert (shown.out, shown.err.count("\n")) == ("", 1)
+@pytest.mark.parametrize("arguments", ["serve --port 0", "models", "bench --model m", "pull m"])
+def test_a_missing_folder_with_models_is_an_error(tmp_path, arguments):
+    nowhere = tmp_path / "nowhere"
+    environ = {"LMX_LAB_MODEL_FOLDERS": f"{tmp_path}:{nowhere}"}
+    ended = run_command(tmp_path, *arguments.split(), environ=environ)
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith(f"invalid-request: model_folders: {nowhere} is not a folder")
 
 
-def test_a_file_is_refused_as_folder_with_models(home, capsys):
-    file = home / "model.gguf"
-    file.touch()
-    assert run(["serve", "--port", "0", "--models", str(file)]) == 2
-    assert f"{file} is not a folder" in capsys.readouterr().err
-
-
-def test_an_invalid_upstream_is_refused_before_anything_starts(home, capsys):
-    assert run(["daemon", "--upstream", "junk"]) == 2
-    output = capsys.readouterr().err
-    assert output.startswith("invalid-request: upstream: 'junk' has neither http:// nor a port")
-    assert not (home / "daemon").exists()
-
-
-@pytest.mark.usefixtures("home")
-def test_an_unused_token_of_the_environment_is_reported(monkeypatch, capsys):
-    monkeypatch.setenv("LMX_LAB_DAEMON_TOKEN", "t")
-    assert run(["events"]) == 1
-    note, failed = capsys.readouterr().err.splitlines()
+def test_an_unused_token_of_the_environment_is_reported(tmp_path):
+    ended = run_command(tmp_path, "events", environ={"LMX_LAB_DAEMON_TOKEN": "t"})
+    note, failed = ended.stderr.splitlines()
+    assert ended.status == 1
     assert note.startswith("LMX_LAB_DAEMON_TOKEN is not used")
     assert failed.startswith("unreachable: no daemon of this user is running")
 
 
 @pytest.mark.slow
-def test_the_help_names_every_command(tmp_path):
+def test_the_help_of_a_program_names_every_command(tmp_path):
     done = subprocess.run(
         [*PROGRAM, "--help"], capture_output=True, text=True, timeout=WAIT_S, env=environment(tmp_path), check=False
     )
@@ -158,34 +140,6 @@ print({'mlx.core', 'fastapi', 'mlx_lm', 'pydantic', 'numpy', 'httpx2', 'asyncio'
 """
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\nset()\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["serve", "--port", "0", "--model", "no-such"], "model-not-found"),
-        (["serve", "--port", "0", "--log-level", "loud"], "invalid-request"),
-        (["serve", "--port", "0", "--cors-origin", "*"], "invalid-request"),
-        (["serve", "--port", "70000"], "invalid-request"),
-        (["serve", "--port", "0", "--model", "tiny", "--memory-limit", "0.001"], "oom-unloaded"),
-        (["serve", "--slots", "0"], "invalid-request"),
-        (["serve", "--queue-limit", "-1"], "invalid-request"),
-        (["serve", "--idle-unload", "0"], "invalid-request"),
-        (["serve", "--request-timeout", "nan"], "invalid-request"),
-        (["serve", "--memory-limit", "inf"], "invalid-request"),
-        (["serve", "--prefix-cache", "nan"], "invalid-request"),
-        (["serve", "--prefix-cache", "-1"], "invalid-request"),
-        (["pull", "no-such"], "model-not-found"),
-        (["daemon", "--port", "70000"], "invalid-request"),
-        (["daemon", "--port", "0", "--cors-origin", "*"], "invalid-request"),
-        (["daemon", "--port", "0", "--upstream", "ftp://nowhere"], "invalid-request"),
-        (["daemon", "--port", "0", "--mcp-config", "/no/such/file"], "invalid-request"),
-    ],
-)
-def test_an_error_is_one_line_and_an_exit_status(tiny_home, arguments, code):
-    ended = run_command(tiny_home, *arguments)
-    assert (ended.status, ended.stderr.count("\n")) == (2 if code == "invalid-request" else 1, 1), ended.stderr
-    assert ended.stderr.startswith(f"{code}: ")
 
 
 def test_ctrl_c_during_the_import_of_typer_has_no_traceback(tmp_path):
@@ -209,10 +163,7 @@ def test_ctrl_c_during_the_imports_of_a_command_has_no_traceback(tmp_path, monke
             monkeypatch.delitem(sys.modules, module)
     reading, writing = os.pipe()
 
-    def interrupt(running):
-        running.wait_for("importing")
-        running.send_signal(signal.SIGINT)
-
+    interrupt = signal_at("importing", signal.SIGINT)
     try:
         ended = run_command(tmp_path, "doctor", stdin=reading, meanwhile=interrupt)
     finally:
@@ -241,10 +192,7 @@ def test_a_command_runs_with_closed_streams(tmp_path):
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_command_runs_with_one_closed_stream(tmp_path, closed):
-    if closed == "stdout":
-        ended = run_command(tmp_path, "--version", stdout=CLOSED)
-    else:
-        ended = run_command(tmp_path, "--version", stderr=CLOSED)
+    ended = run_command(tmp_path, "--version", **{closed: CLOSED})
     assert (ended.status, ended.stderr) == (0, "")
     assert ended.stdout.startswith("lmx-lab ") == (closed == "stderr")
 
@@ -334,3 +282,27 @@ def test_control_characters_in_an_error_are_escaped(monkeypatch, capsys):
 
 def test_a_text_is_shortened_to_one_line():
     assert single_line("a\n b" + "c" * 200, most=10) == "a bcccccc…"
+
+
+def state():
+    root = logging.getLogger()
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    files = [(os.fstat(number).st_dev, os.fstat(number).st_ino) for number in range(3)]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    return dict(os.environ), Path.cwd(), sys.argv, streams, files, handlers, [*root.handlers], root.level
+
+
+def test_a_command_leaves_the_process_of_the_tests_as_it_was(tmp_path, monkeypatch):
+    def change(_):
+        os.environ["LMX_LAB_PORT"] = "1"
+        os.chdir("/")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        logging.basicConfig(level="DEBUG", force=True)
+        print("written")
+        print("failed", file=sys.stderr)
+
+    monkeypatch.setattr(application, "app", change)
+    before = state()
+    ended = run_command(tmp_path, "models")
+    assert (ended.status, ended.stdout, ended.stderr) == (0, "written\n", "failed\n")
+    assert state() == before

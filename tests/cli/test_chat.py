@@ -7,7 +7,7 @@ import pytest
 from lmx_lab.client import DaemonClient
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
-from tests.support.commands import run_command
+from tests.support.commands import run_command, signal_at
 from tests.support.model_server import STALL, Gate, calls, refuses, says, token
 
 UNUSED_PORT = 9
@@ -146,15 +146,10 @@ def test_a_tool_that_needs_a_permission_is_denied_without_a_terminal(tmp_path, r
 CHAT = ("chat", "hello", "--session", "s")
 
 
-def interrupt_after_a_piece(chat):
-    chat.wait_for("Hel")
-    chat.send_signal(signal.SIGINT)
-
-
 @pytest.mark.slow
 def test_an_interrupt_cancels_the_turn_and_keeps_the_printed_text(tmp_path, daemon, upstream):
     upstream.then([token("Hel"), STALL])
-    done = run_command(tmp_path, *CHAT, meanwhile=interrupt_after_a_piece)
+    done = run_command(tmp_path, *CHAT, meanwhile=signal_at("Hel", signal.SIGINT))
     assert (done.status, done.stdout.strip()) == (130, "Hel")
     assert "cancelled" in done.stderr
     assert "Traceback" not in done.stderr
@@ -179,11 +174,7 @@ def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path, daemon, upstream
 @pytest.mark.slow
 def test_a_chat_reports_that_its_turn_waits(tmp_path, daemon, upstream):
     upstream.then([token("Hel"), STALL])
-
-    def interrupt(terminal):
-        terminal.wait_for("1 earlier turn")
-        terminal.send_signal(signal.SIGINT)
-
+    interrupt = signal_at("1 earlier turn", signal.SIGINT)
     with DaemonClient(daemon.url, token=daemon.token) as client, client.session("s").stream("first") as first:
         next(event for event in first if event.event == "turn.token")
         assert run_command(tmp_path, *CHAT, terminal=True, meanwhile=interrupt).status == 130

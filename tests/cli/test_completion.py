@@ -10,7 +10,7 @@ import pytest
 
 from lmx_lab.cli.completion import complete_model, complete_pull, complete_session
 from lmx_lab.client import DaemonClient
-from tests.support.commands import WAIT_S, environment, run_command
+from tests.support.commands import WAIT_S, environment
 from tests.support.daemons import serving
 
 SCRIPT = Path(sys.executable).with_name("lmx-lab")
@@ -36,46 +36,26 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def completed_in_bash(home, line):
-    """Return what bash completes at the end of the line."""
-    words = line.split(" ")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("lmx-lab serve --model o", ["org/below", "own"]),
+        ("lmx-lab mod", ["models"]),
+        ("lmx-lab serve --mod", ["--model", "--models", "--model-alias"]),
+    ],
+)
+def test_commands_options_and_models_are_completed_in_bash(home, line, completions):
     # Load the completion script, then do what the Tab key does.
     command = (
-        f'eval "$("{SCRIPT}" --show-completion)"; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; '
+        f'eval "$("{SCRIPT}" --show-completion)"; COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; '
         '_lmx_lab_completion lmx-lab; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    path = f"{SCRIPT.parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {**environment(home), "PATH": f"{SCRIPT.parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", command],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        env={**environment(home), "PATH": path},
-        check=True,
+        ["bash", "-c", command], capture_output=True, text=True, timeout=WAIT_S, env=environ, check=False
     )
-    assert done.stderr == ""
-    return done.stdout.split()
-
-
-def completed(home, line):
-    """The same, with the request of the completion script for bash."""
-    words = line.split(" ")
-    completion = {
-        "_LMX_LAB_COMPLETE": "complete_bash",
-        "COMP_WORDS": "\n".join(words),
-        "COMP_CWORD": str(len(words) - 1),
-    }
-    ended = run_command(home, environ=completion)
-    assert (ended.status, ended.stderr) == (0, "")
-    return ended.stdout.split()
-
-
-@pytest.mark.slow
-def test_commands_options_and_models_are_completed_in_bash(home):
-    assert completed_in_bash(home, "lmx-lab serve --model o") == ["org/below", "own"]
-    assert completed(home, "lmx-lab serve --model o") == ["org/below", "own"]
-    assert completed(home, "lmx-lab mod") == ["models"]
-    assert completed(home, "lmx-lab serve --mod") == ["--model", "--models", "--model-alias"]
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, completions, "")
 
 
 @pytest.mark.usefixtures("home")

@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.cli import daemon
 from lmx_lab.daemon.daemon import Daemon
-from tests.support.commands import WAIT_S, run_command, status
+from tests.support.commands import WAIT_S, run_command, signal_at, status
 
 MCP = {"mcpServers": {"none": {"command": "/no/such/program", "args": ["a b"], "env": {"KEY": "hidden-value"}}}}
 QUESTION = "Add them?"
@@ -26,9 +26,7 @@ def write_config(folder, document):
     return str(file)
 
 
-def stop_when_ready(running):
-    running.wait_for("state.json")
-    running.send_signal(signal.SIGTERM)
+stop_when_ready = signal_at("state.json", signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -104,19 +102,13 @@ def test_an_invalid_entry_does_not_affect_the_others(tmp_path):
     assert "added good" in ended.stdout
 
 
-def test_closing_the_terminal_stops_the_daemon_properly(tmp_path):
-    def hang_up(running):
-        running.wait_for("state.json")
-        running.send_signal(signal.SIGHUP)
+@pytest.mark.parametrize("moment", ["start", "ready"])
+def test_a_signal_stops_the_daemon_properly(tmp_path, monkeypatch, moment):
+    if moment == "start":
+        monkeypatch.setattr(daemon, "freeze_objects", lambda: signal.raise_signal(signal.SIGTERM))
 
-    ended = run_command(tmp_path, "daemon", "--port", "0", meanwhile=hang_up)
-    assert (ended.status, ended.stderr) == (0, "")
-    assert not (tmp_path / "daemon" / "state.json").exists()
-
-
-def test_a_signal_during_the_start_stops_the_daemon_properly(tmp_path, monkeypatch):
-    monkeypatch.setattr(daemon, "freeze_objects", lambda: signal.raise_signal(signal.SIGTERM))
-    ended = run_command(tmp_path, "daemon", "--port", "0")
+    meanwhile = signal_at("state.json", signal.SIGHUP) if moment == "ready" else None
+    ended = run_command(tmp_path, "daemon", "--port", "0", meanwhile=meanwhile)
     assert (ended.status, ended.stderr) == (0, "")
     assert not (tmp_path / "daemon" / "state.json").exists()
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmx_lab.notebook import discovery
 from tests.support.asking import ENDLESS
-from tests.support.commands import run_command
+from tests.support.commands import run_command, signal_at
 from tests.support.labs import PACE, manager_of, serving
 from tests.support.waiting import until
 
@@ -45,9 +45,7 @@ def test_a_model_is_unloaded_and_loaded(lab):
 
 @pytest.mark.slow
 def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab):
-    def interrupt(running):
-        running.wait_for("echo: unloading, 1 answer left (")
-        running.send_signal(signal.SIGINT)
+    interrupt = signal_at("echo: unloading, 1 answer left (", signal.SIGINT)
 
     def stop_answer(running):
         until(lambda: "no time limit" in str(manager_of(lab).snapshot.unloading))

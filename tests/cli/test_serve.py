@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from lmx_lab.urls import qr_half_blocks
-from tests.support.commands import request, run_command, serving, status
+from tests.support.commands import request, run_command, signal_at, status
 
 CHAT = "/v1/chat/completions"
 
@@ -58,25 +58,8 @@ def test_each_request_is_one_line_unless_quiet(tmp_path):
     assert "tok/s" not in quiet
 
 
-@pytest.mark.long
-def test_sigterm_while_the_real_model_generates_ends_with_zero(starter_home):
-    with serving(starter_home, "--port", "0", "--model", "smollm2-135m") as server:
-        body = chat("smollm2-135m", "Count to a hundred.", stream=True)
-        with request(server.port, "POST", CHAT, body) as response:
-            assert response.readline().startswith(b"data:")
-            code, stderr = server.end(signal.SIGTERM)
-            rest = response.read()
-    # The model may finish within the grace time.
-    assert rest.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in rest
-    assert code == 0
-    assert "Traceback" not in stderr
-
-
 def test_sigterm_during_a_load_ends_with_zero(starter_home):
-    def stop(server):
-        server.wait_for("loading smollm2-135m")
-        server.send_signal(signal.SIGTERM)
-
+    stop = signal_at("loading smollm2-135m", signal.SIGTERM)
     ended = run_command(starter_home, "serve", "--port", "0", "--model", "smollm2-135m", meanwhile=stop)
     assert (ended.status, ended.stderr) == (0, "")
 

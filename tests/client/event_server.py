@@ -84,23 +84,11 @@ def reset(cursor: int, reason: str = "pruned", *, stream_id: str = STREAM) -> st
 
 
 def snapshot(session_id: str, cursor: int, *, stream_id: str = STREAM) -> str:
-    session: dict[str, Any] = {
-        "session_id": session_id,
-        "title": None,
-        "model": None,
-        "system_prompt": None,
-        "tools": None,
-        "metadata": {},
-        "archived": False,
-        "revision": 1,
-        "created_at": "",
-        "updated_at": "",
-        "status": "idle",
-        "active_turn_id": None,
-        "queued_turn_ids": [],
-        "messages": [],
-        "permissions": [],
-        "cursor": cursor,
+    session = {
+        **dict.fromkeys(("title", "model", "system_prompt", "tools", "active_turn_id")),
+        **dict.fromkeys(("queued_turn_ids", "messages", "permissions"), ()),
+        **{"session_id": session_id, "status": "idle", "archived": False, "metadata": {}, "cursor": cursor},
+        **{"revision": 1, "created_at": "", "updated_at": ""},
     }
     return frame("stream.snapshot", {"session": session}, session_id=session_id, stream_id=stream_id)
 

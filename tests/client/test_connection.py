@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmx_lab import errors
 from lmx_lab.client import LabClient
 from lmx_lab.client.connection import (
     EventDecoder,
@@ -20,7 +21,6 @@ from lmx_lab.client.connection import (
     was_sent,
 )
 from lmx_lab.client.daemon_routes import DAEMON
-from lmx_lab.errors import ERROR_CLASSES, CursorExpiredError, InvalidRequestError, LabError, UnreachableError
 from lmx_lab.http.errors import respond
 from tests.support.asking import error_classes
 
@@ -57,7 +57,7 @@ def test_an_address_is_normalized(pasted, normalized):
     ],
 )
 def test_an_invalid_address_is_refused(pasted):
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises(errors.InvalidRequestError) as caught:
         normalize_address(pasted)
     assert caught.value.param == "url"
     assert len(str(caught.value)) < 500
@@ -67,7 +67,7 @@ def test_an_invalid_address_is_refused(pasted):
     "pasted", ["http://me:hidden@host", "http://host/?token=hidden", "host#hidden", "http://hidden@host:99999/"]
 )
 def test_a_secret_in_an_address_is_refused_without_showing_it(pasted):
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises(errors.InvalidRequestError) as caught:
         normalize_address(pasted)
     assert "api_key" in str(caught.value)
     assert "hidden" not in f"{caught.value!r} {caught.value.__context__!r}"
@@ -75,7 +75,7 @@ def test_a_secret_in_an_address_is_refused_without_showing_it(pasted):
 
 @pytest.mark.parametrize("key", ["", " hidden", "hid den", "hidden\n", "hiddén"])
 def test_a_key_that_is_not_valid_in_a_header_is_refused_without_showing_it(key):
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises(errors.InvalidRequestError) as caught:
         authorization_header(key)
     assert caught.value.param == "api_key"
     assert "hid" not in str(caught.value)
@@ -107,8 +107,8 @@ def answer(body, status=500, kind="application/json", retry_after=None):
 
 
 def test_the_table_has_every_code():
-    assert set(ERROR_CLASSES) == {kind.code for kind in error_classes()}
-    assert all(kind.code == code for code, kind in ERROR_CLASSES.items())
+    assert set(errors.ERROR_CLASSES) == {kind.code for kind in error_classes()}
+    assert all(kind.code == code for code, kind in errors.ERROR_CLASSES.items())
 
 
 @pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
@@ -123,38 +123,35 @@ def test_a_servers_error_is_the_same_error_in_the_client(kind):
 
 
 def test_the_traceback_of_a_failed_connection_has_no_frames_of_the_http_library():
-    with LabClient("http://127.0.0.1:9") as client, pytest.raises(UnreachableError, match="start the server") as caught:
+    with (
+        LabClient("http://127.0.0.1:9") as client,
+        pytest.raises(errors.UnreachableError, match="start the server") as caught,
+    ):
         client.models()
     assert "httpcore" not in "".join(traceback.format_exception(caught.value))
     assert not was_sent(caught.value)
 
 
-def test_an_unknown_code_is_kept_in_the_message():
-    error = parse_error('{"error": {"code": "moon-full", "message": "wait", "new": 1}}')
-    assert (type(error), str(error)) == (LabError, "wait (moon-full)")
-
-
-def test_an_error_of_another_chat_server_is_parsed():
-    error = parse_error('{"error": {"code": null, "message": "no", "type": "x", "param": null}}')
-    assert (type(error), str(error)) == (LabError, "no")
-
-
-def test_a_missing_key_names_the_argument():
-    error = parse_error('{"error": {"code": "unauthorized", "message": "this server needs its key"}}')
-    assert "api_key=" in str(error)
+@pytest.mark.parametrize(
+    ("error", "server", "kind", "text"),
+    [
+        ({"code": "moon-full", "message": "wait", "new": 1}, {}, errors.LabError, "wait (moon-full)"),
+        ({"code": None, "message": "no", "type": "x", "param": None}, {}, errors.LabError, "no"),
+        ({"code": "unauthorized", "message": "it needs its key"}, {}, errors.UnauthorizedError, "api_key="),
+        ({"code": "unauthorized", "message": "no token"}, {"server": DAEMON}, errors.UnauthorizedError, " token="),
+    ],
+    ids=["unknown code", "another chat server", "missing key", "missing token"],
+)
+def test_errors_are_parsed_and_a_missing_key_names_its_argument(error, server, kind, text):
+    found = parse_error(json.dumps({"error": error}), **server)
+    assert (type(found), text in str(found)) == (kind, True)
 
 
 @pytest.mark.parametrize(("reason", "read"), [("ahead", "ahead"), ("other-stream", "other-stream"), ("moon", "pruned")])
 def test_an_expired_cursor_keeps_its_reason(reason, read):
     error = parse_error(f'{{"error": {{"code": "cursor-expired", "message": "m", "reason": "{reason}"}}}}')
-    assert isinstance(error, CursorExpiredError)
+    assert isinstance(error, errors.CursorExpiredError)
     assert error.reason == read
-
-
-def test_a_missing_token_of_the_daemon_names_its_argument():
-    error = parse_error('{"error": {"code": "unauthorized", "message": "no token"}}', server=DAEMON)
-    assert "token=" in str(error)
-    assert "api_key" not in str(error)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +159,7 @@ def test_a_missing_token_of_the_daemon_names_its_argument():
 )
 def test_an_error_of_another_program_names_the_address_and_the_response(body):
     error = lab_server_error(answer(body, 404, "text/html; charset=utf-8"))
-    assert isinstance(error, UnreachableError)
+    assert isinstance(error, errors.UnreachableError)
     assert all(part in str(error) for part in ("http://h", "404", "text/html"))
 
 

@@ -2,15 +2,14 @@
 
 import asyncio
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import httpx2
 import pytest
 
+from lmx_lab import errors
 from lmx_lab.client.daemon import AsyncDaemonClient, AsyncSession
 from lmx_lab.client.daemon_events import (
-    DaemonEvent,
     PermissionRequestEvent,
     ResetFrame,
     SnapshotFrame,
@@ -19,31 +18,17 @@ from lmx_lab.client.daemon_events import (
 )
 from lmx_lab.client.daemon_routes import ClientTimes
 from lmx_lab.client.turn import TurnAccumulator, TurnResult, TurnToolCall, turn_error
-from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.retention import delete_expired
-from lmx_lab.errors import (
-    ERROR_CLASSES,
-    ContextLengthError,
-    IdempotencyConflictError,
-    InvalidRequestError,
-    QueueFullError,
-    RevisionConflictError,
-    SessionNotFoundError,
-    TurnError,
-    TurnInProgressError,
-    UnauthorizedError,
-    UnreachableError,
-)
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides, TurnRecord
 from tests.support.daemons import UPSTREAM as UNREACHABLE
 from tests.support.daemons import serving
 from tests.support.model_server import STALL, Gate, Scripted, calls, refuses, says, thought, token
-from tests.support.sockets import Proxy, Through
+from tests.support.sockets import Network, Proxy, Through
+from tests.support.waiting import WAIT_S, auntil
 
 pytestmark = pytest.mark.anyio
-WAIT_S = 20.0
 FAR = 4e9
 """A Unix time in seconds at which all events have expired."""
 
@@ -52,25 +37,11 @@ FAR = 4e9
 SHORT = ClientTimes(min_delay_s=0.005, refusal_s=0.001, ended_s=0.05, deciding_s=0.05, record_s=3600.0)
 
 
-class Model:
-    """Answers with the scripts of the current test."""
-
-    def __init__(self):
-        self._scripts = ()
-        self.bodies = []
-
-    def play(self, *scripts):
-        self._scripts = scripts
-        self.bodies = []
-
-    def __call__(self, body):
-        script = self._scripts[min(len(self.bodies), len(self._scripts) - 1)]
-        self.bodies.append(body)
-        return script(body) if callable(script) else script
-
-
 class Place:
-    """A daemon with two tools, of which ``add`` needs no permission."""
+    """A daemon with two tools, of which ``add`` needs no permission, and a session for the current test."""
+
+    client: AsyncDaemonClient
+    session: AsyncSession
 
     def __init__(self, model, daemon):
         self.model = model
@@ -89,11 +60,15 @@ class Place:
         self.written.append(text)
         return "written"
 
+    async def delete_expired(self):
+        """Delete everything that retention can delete."""
+        services = self.daemon.services
+        await asyncio.to_thread(self.daemon.run, delete_expired(services.store, services.log, Limits(), now_s=FAR))
+
 
 @contextmanager
-def running_daemon(home, **limits):
-    model = Model()
-    with Scripted(model) as upstream, serving(home, Limits(**limits), upstream=upstream.url) as daemon:
+def running_daemon(home):
+    with Scripted() as model, serving(home, upstream=model.url) as daemon:
         yield Place(model, daemon)
 
 
@@ -103,29 +78,19 @@ def place(tmp_path_factory):
         yield place
 
 
-@dataclass(frozen=True)
-class Here:
-    daemon: Daemon
-    model: Model
-    client: AsyncDaemonClient
-    session: AsyncSession
-    written: list[str]
-
-    async def delete_expired(self):
-        """Delete everything that retention can delete."""
-        services = self.daemon.services
-        await asyncio.to_thread(self.daemon.run, delete_expired(services.store, services.log, Limits(), now_s=FAR))
-
-
 @asynccontextmanager
 async def here(place, *scripts, transport=None, times=SHORT):
-    """Create a session for one test."""
+    """Create a session for one test, in which the model answers with these scripts."""
     place.model.play(*scripts)
     place.written.clear()
-    daemon = place.daemon
-    async with AsyncDaemonClient(daemon.url, token=daemon.token, transport=transport, times=times) as client:
-        async with asyncio.timeout(WAIT_S):
-            yield Here(daemon, place.model, client, await client.session(), place.written)
+    options = {"token": place.daemon.token, "transport": transport, "times": times}
+    async with AsyncDaemonClient(place.daemon.url, **options) as place.client, asyncio.timeout(WAIT_S):
+        place.session = await place.client.session()
+        yield place
+
+
+def has(events, kind):
+    return any(isinstance(event, kind) for event in events)
 
 
 WRITES = calls(("write", {"text": "hello"}))
@@ -137,9 +102,11 @@ WRITES = calls(("write", {"text": "hello"}))
 async def test_a_result_contains_text_thoughts_calls_and_statistics(place):
     asked = calls(("add", {"a": 1, "b": 2}), ("add", "{no JSON"), ("nothing", {}), text=["Let me see. "])
     async with here(place, asked, says("It is ", "three.", thinks=["1 + 2", " is 3"])) as at:
-        events = []
-        result = await at.session.run("1 + 2?", turn_id="t1", on_event=events.append)
+        events, overrides = [], TurnOverrides(temperature=0.5, max_tokens=70)
+        result = await at.session.run("1 + 2?", turn_id="t1", on_event=events.append, overrides=overrides)
         record = await at.session.turn("t1")
+        again = [event async for event in at.session.stream("1 + 2?", turn_id="t1", overrides=overrides)]
+    assert (at.model.bodies[0]["temperature"], at.model.bodies[0]["max_tokens"]) == (0.5, 70)
     assert (result.text, result.thinking, result.stop_reason) == ("It is three.", "1 + 2 is 3", "end")
     assert (result.turn_id, result.session_id, result.reconnects) == ("t1", at.session.session_id, 0)
     assert result.stats == record.stats
@@ -151,26 +118,14 @@ async def test_a_result_contains_text_thoughts_calls_and_statistics(place):
     assert [event.event for event in events][:2] == ["turn.queued", "turn.started"]
     assert isinstance(events[-1], TurnDoneEvent)
     assert {event.turn_id for event in events} == {"t1"}
-
-
-async def test_a_stream_ends_with_the_turns_end(place):
-    async with here(place, says("a ", "b ", "c")) as at:
-        events = [event async for event in at.session.stream("go")]
-    assert "".join(event.data.text for event in events if isinstance(event, TurnTokenEvent)) == "a b c"
-    assert isinstance(events[-1], TurnDoneEvent)
-
-
-async def test_overrides_reach_the_model(place):
-    async with here(place, says("a")) as at:
-        await at.session.run("go", overrides=TurnOverrides(temperature=0.5, max_tokens=7))
-    assert (at.model.bodies[0]["temperature"], at.model.bodies[0]["max_tokens"]) == (0.5, 7)
+    assert again == events
 
 
 async def test_submitting_a_turn_again_returns_the_same_result_and_runs_it_once(place):
     async with here(place, says("one", thinks=["hm"]), says("two")) as at:
         first = await at.session.run("go", turn_id="t1")
         again = await at.session.run("go", turn_id="t1")
-        with pytest.raises(IdempotencyConflictError):
+        with pytest.raises(errors.IdempotencyConflictError):
             await at.session.run("something else", turn_id="t1")
         assert first == again
         assert len(at.model.bodies) == 1
@@ -203,8 +158,7 @@ async def test_a_second_reader_of_a_running_turn_receives_all_of_its_events(plac
         await gate.reached()
         events = []
         second = asyncio.create_task(at.session.run("go", turn_id="t1", on_event=events.append))
-        while not any(isinstance(event, TurnTokenEvent) for event in events):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await auntil(lambda: has(events, TurnTokenEvent))
         gate.open()
         assert (await first).text == (await second).text == "one two"
         assert events[0].event == "turn.queued"
@@ -215,49 +169,37 @@ async def test_a_second_reader_of_a_running_turn_receives_all_of_its_events(plac
 
 async def test_the_error_of_a_turn_has_its_own_class_and_names_the_turn(place):
     async with here(place, refuses(400, "context-length-exceeded", "9000 tokens, 2048 fit")) as at:
-        with pytest.raises(ContextLengthError, match=r"turn t1: .*2048"):
+        with pytest.raises(errors.ContextLengthError, match=r"turn t1: .*2048"):
             await at.session.run("go", turn_id="t1")
         seen = []
-        with pytest.raises(ContextLengthError):
+        with pytest.raises(errors.ContextLengthError):
             seen += [event.event async for event in at.session.stream("go")]
 
 
-@pytest.mark.slow
-async def test_a_turn_that_is_not_accepted_raises_the_daemons_error(tmp_path):
-    with running_daemon(tmp_path, queued_turns_per_session=1) as place:
-        await check_refusals(place)
-
-
-async def check_refusals(place):
+async def test_a_turn_that_is_not_accepted_raises_the_daemons_error(place):
     gate = Gate()
     async with here(place, [gate, *says("one")]) as at:
         running = asyncio.create_task(at.session.run("go"))
         await gate.reached()
-        with pytest.raises(TurnInProgressError):
+        with pytest.raises(errors.TurnInProgressError):
             await at.session.run("more", when_busy="reject")
-        waiting = asyncio.create_task(at.session.run("more"))
-        while not (await at.session.snapshot()).queued_turn_ids:
-            pass
-        with pytest.raises(QueueFullError) as caught:
-            await at.session.run("even more")
-        assert caught.value.retry_after_s is not None
         gate.open()
-        assert [(await task).text for task in (running, waiting)] == ["one", "one"]
-        with pytest.raises(SessionNotFoundError):
+        assert (await running).text == "one"
+        with pytest.raises(errors.SessionNotFoundError):
             await AsyncSession(at.client, "nowhere").run("go")
-        with pytest.raises(InvalidRequestError, match="content"):
+        with pytest.raises(errors.InvalidRequestError, match="content"):
             await at.session.run("")
-        with pytest.raises(InvalidRequestError, match="turn_id"):
+        with pytest.raises(errors.InvalidRequestError, match="turn_id"):
             await at.session.run("go", turn_id="no id!")
 
 
 async def test_a_wrong_token_and_a_missing_daemon_fail_immediately(place):
     async with AsyncDaemonClient(place.daemon.url, token="wrong") as client, asyncio.timeout(WAIT_S):
-        with pytest.raises(UnauthorizedError) as caught:
+        with pytest.raises(errors.UnauthorizedError) as caught:
             await AsyncSession(client, "s").run("go")
         assert "wrong" not in str(caught.value)
     async with AsyncDaemonClient(UNREACHABLE, token=None) as client, asyncio.timeout(WAIT_S):
-        with pytest.raises(UnreachableError, match="lmx-lab daemon"):
+        with pytest.raises(errors.UnreachableError, match="lmx-lab daemon"):
             await AsyncSession(client, "s").run("go")
 
 
@@ -276,14 +218,9 @@ async def test_deleting_a_session_ends_its_turn_for_the_caller(place):
 
 async def test_cancelling_the_caller_cancels_the_turn(place):
     async with here(place, [token("one "), STALL]) as at:
-        begun = asyncio.Event()
-
-        def note(event: DaemonEvent) -> None:
-            if isinstance(event, TurnTokenEvent):
-                begun.set()
-
-        running = asyncio.create_task(at.session.run("go", turn_id="t1", on_event=note))
-        await begun.wait()
+        events = []
+        running = asyncio.create_task(at.session.run("go", turn_id="t1", on_event=events.append))
+        await auntil(lambda: has(events, TurnTokenEvent))
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -291,17 +228,26 @@ async def test_cancelling_the_caller_cancels_the_turn(place):
         assert (record.status, record.stop_reason, record.text) == ("done", "cancelled", "one ")
 
 
-async def test_cancelling_during_the_submit_leaves_no_running_turn(place):
-    slow = Slow()
-    async with here(place, [STALL], transport=slow) as at:
-        running = asyncio.create_task(at.session.run("go", turn_id="t1"))
-        await slow.sent.wait()
-        running.cancel()
-        await asyncio.sleep(0)
-        slow.go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
+async def test_cancelling_during_the_submit_leaves_no_running_turn(tmp_path):
+    is_submitted, is_slow = asyncio.Event(), asyncio.Event()
+
+    async def delay(request, send):
+        if request.url.path.endswith("/turns"):
+            is_submitted.set()
+            await is_slow.wait()
+        return await send(request)
+
+    # With a daemon of its own: the request of the cancelled turn may reach the model after the end of this test.
+    with running_daemon(tmp_path) as place:
+        async with here(place, [STALL], transport=Network(delay)) as at:
+            running = asyncio.create_task(at.session.run("go", turn_id="t1"))
+            await is_submitted.wait()
+            running.cancel()
+            await asyncio.sleep(0)
+            is_slow.set()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
 
 
 async def test_closing_a_stream_cancels_the_turn_unless_it_has_ended(place):
@@ -318,27 +264,25 @@ async def test_closing_a_stream_cancels_the_turn_unless_it_has_ended(place):
         assert (await at.session.turn("t2")).stop_reason == "end"
 
 
-async def test_an_error_in_a_callback_cancels_the_turn_and_is_raised(place):
-    def fail(event: object) -> bool:
+async def test_an_error_in_on_event_cancels_the_turn_and_is_raised(place):
+    def fail(event):
         raise ZeroDivisionError
 
-    async with here(place, WRITES, [token("one "), STALL]) as at:
+    async with here(place, [token("one "), STALL]) as at:
         with pytest.raises(ZeroDivisionError):
-            await at.session.run("go", turn_id="t1", on_permission=fail)
-        with pytest.raises(ZeroDivisionError):
-            await at.session.run("go", turn_id="t2", on_event=fail)
-        for turn_id in ("t1", "t2"):
-            assert (await at.session.turn(turn_id, wait_s=10)).stop_reason == "cancelled"
+            await at.session.run("go", turn_id="t1", on_event=fail)
+        assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
 
 
 async def test_a_turn_that_another_client_cancels_has_a_result(place):
     gate = Gate()
     async with here(place, [thought("hm"), token("one "), gate]) as at:
-        running = asyncio.create_task(at.session.run("go"))
+        running = asyncio.create_task(at.session.run("go", turn_id="t1"))
         await gate.reached()
-        assert (await at.session.cancel()).cancelled == 1
+        assert (await at.session.cancel()).turn_ids == ["t1"]
         result = await running
         gate.open()
+        assert (await at.session.cancel(queued=True)).cancelled == 0
     assert (result.stop_reason, result.text, result.thinking) == ("cancelled", "one ", "hm")
 
 
@@ -350,41 +294,53 @@ async def later(permission):
     return permission.arguments == {"text": "hello"}
 
 
-@pytest.mark.parametrize("policy", ["allow", lambda permission: True, lambda permission: "allow", later])
-async def test_a_policy_can_allow_a_call(place, policy):
-    async with here(place, WRITES, says("done")) as at:
-        result = await at.session.run("go", on_permission=policy)
-    assert (result.text, at.written) == ("done", ["hello"])
-    assert [call.status for call in result.tool_calls] == ["ok"]
-
-
-@pytest.mark.parametrize("policy", ["deny", lambda permission: False])
-async def test_a_policy_can_deny_a_call(place, policy):
-    async with here(place, WRITES, says("well then")) as at:
-        result = await at.session.run("go", on_permission=policy)
-    assert (result.text, at.written) == ("well then", [])
-    assert [(call.status, call.arguments) for call in result.tool_calls] == [("denied", {"text": "hello"})]
-
-
-async def test_a_policy_that_returns_no_decision_is_an_error(place):
-    def unsure(permission: PermissionRecord) -> Any:
-        return None
-
-    async with here(place, WRITES) as at:
-        with pytest.raises(InvalidRequestError, match="on_permission returned None"):
-            await at.session.run("go", turn_id="t1", on_permission=unsure)
-        assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
-        assert at.written == []
-
-
-@pytest.mark.parametrize("kind", [TimeoutError, asyncio.CancelledError, UnreachableError])
-async def test_an_exception_of_a_policy_is_not_mistaken_for_a_timeout_of_the_daemon(place, kind):
-    async def ask(permission: PermissionRecord) -> bool:
+def raises(kind):
+    async def ask(permission):
         raise kind("the callback failed")
 
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("policy", "status"),
+    [
+        *((policy, "ok") for policy in ("allow", lambda permission: True, lambda permission: "allow", later)),
+        *((policy, "denied") for policy in ("deny", lambda permission: False)),
+    ],
+)
+async def test_a_policy_decides_about_a_call(place, policy, status):
+    async with here(place, WRITES, says("done")) as at:
+        result = await at.session.run("go", on_permission=policy)
+    assert (result.text, at.written) == ("done", ["hello"] if status == "ok" else [])
+    assert [(call.status, call.arguments) for call in result.tool_calls] == [(status, {"text": "hello"})]
+
+
+async def test_an_invalid_policy_is_refused_before_the_turn_is_submitted(place):
     async with here(place, WRITES) as at:
-        with pytest.raises(kind, match="the callback failed"):
-            await at.session.run("go", turn_id="t1", on_permission=ask)
+        with pytest.raises(errors.InvalidRequestError, match="maybe"):
+            await at.session.run("go", on_permission="maybe")
+        assert (await at.session.snapshot()).messages == []
+
+
+async def decide_nothing(permission):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (raises(ZeroDivisionError), ZeroDivisionError, "the callback failed"),
+        # Not to be mistaken for a timeout of the daemon, a cancelled turn or a lost connection.
+        (raises(TimeoutError), TimeoutError, "the callback failed"),
+        (raises(asyncio.CancelledError), asyncio.CancelledError, "the callback failed"),
+        (raises(errors.UnreachableError), errors.UnreachableError, "the callback failed"),
+        (decide_nothing, errors.InvalidRequestError, "on_permission returned None"),
+    ],
+)
+async def test_a_policy_that_fails_cancels_the_turn_and_its_exception_is_raised(place, policy, error, message):
+    async with here(place, WRITES) as at:
+        with pytest.raises(error, match=message):
+            await at.session.run("go", turn_id="t1", on_permission=policy)
         assert (await at.session.turn("t1", wait_s=10)).stop_reason == "cancelled"
         assert at.written == []
 
@@ -423,7 +379,9 @@ async def test_a_policy_is_cancelled_when_another_client_decides(place):
         beside = asyncio.create_task(at.session.run("go", turn_id="t1"))
         await asked.wait()
         (permission,) = await at.client.permissions()
-        await at.client.decide(permission.permission_id, "allow")
+        assert (permission.tool, permission.arguments) == ("write", {"text": "hello"})
+        decided = await at.client.decide(permission.permission_id, "allow", scope="session")
+        assert (decided.decision, decided.scope, decided.resolved_by) == ("allow", "session", "client")
         await dropped.wait()
         gate.open()
         assert (await running).text == (await beside).text == "done"
@@ -433,57 +391,17 @@ async def test_a_policy_is_cancelled_when_another_client_decides(place):
 # Bad networks
 
 
-class Slow(httpx2.AsyncBaseTransport):
-    """A transport that delays submits before they are sent."""
-
-    def __init__(self):
-        self._network = httpx2.AsyncHTTPTransport()
-        self.sent, self.go_on = asyncio.Event(), asyncio.Event()
-
-    async def handle_async_request(self, request):
-        if request.url.path.endswith("/turns"):
-            self.sent.set()
-            await self.go_on.wait()
-        return await self._network.handle_async_request(request)
-
-    async def aclose(self):
-        await self._network.aclose()
-
-
-class Deaf(Slow):
-    """A transport that loses the answers to the first submits."""
-
-    lost = 0
-
-    async def handle_async_request(self, request):
-        response = await self._network.handle_async_request(request)
-        if request.url.path.endswith("/turns") and self.lost < 4:
-            self.lost += 1
-            await response.aclose()
-            raise httpx2.ReadError("cut")
-        return response
-
-
-class Old(Slow):
-    """A proxy that does not support WebSockets."""
-
-    async def handle_async_request(self, request):
-        if "upgrade" in request.headers:
-            return httpx2.Response(404, headers={"content-type": "text/html"}, content=b"<html>", request=request)
-        return await self._network.handle_async_request(request)
-
-
-class Late(Slow):
+class Late(Network):
     """A transport that, once ``is_late``, opens a second WebSocket long after the turn's record was read, or never."""
 
     def __init__(self, *, opens):
-        super().__init__()
+        super().__init__(self.delay)
         self._opens = opens
         self.is_late = False
         self._sockets = 0
         self._looked = asyncio.Event()
 
-    async def handle_async_request(self, request):
+    async def delay(self, request, send):
         if request.method == "GET" and request.url.path.endswith("/turns/t1"):
             self._looked.set()
         if self.is_late and "upgrade" in request.headers:
@@ -491,7 +409,14 @@ class Late(Slow):
             if self._sockets > 1:
                 await self._looked.wait()
                 await asyncio.sleep(5 * SHORT.ended_s if self._opens else 2 * WAIT_S)
-        return await self._network.handle_async_request(request)
+        return await send(request)
+
+
+async def without_websockets(request, send):
+    """Answer like a proxy that does not support WebSockets."""
+    if "upgrade" in request.headers:
+        return httpx2.Response(404, headers={"content-type": "text/html"}, content=b"<html>", request=request)
+    return await send(request)
 
 
 @asynccontextmanager
@@ -505,7 +430,17 @@ async def proxied(at):
 
 
 async def test_a_submit_whose_answer_was_lost_runs_one_turn(place):
-    async with here(place, says("one"), says("two"), transport=Deaf()) as at:
+    lost = []
+
+    async def lose_answers(request, send):
+        response = await send(request)
+        if request.url.path.endswith("/turns") and len(lost) < 4:
+            lost.append(response)
+            await response.aclose()
+            raise httpx2.ReadError("cut")
+        return response
+
+    async with here(place, says("one"), says("two"), transport=Network(lose_answers)) as at:
         assert (await at.session.run("go")).text == "one"
         assert len(at.model.bodies) == 1
 
@@ -533,11 +468,13 @@ async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(place)
 
 
 async def test_without_websockets_a_turn_ends_by_its_record(place):
-    async with here(place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Old()) as at:
+    async with here(
+        place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Network(without_websockets)
+    ) as at:
         result = await at.session.run("go", on_permission="allow")
         assert (result.text, result.stop_reason, at.written) == ("done", "end", ["hello"])
         assert result.stats is not None
-        with pytest.raises(ContextLengthError, match="turn t2"):
+        with pytest.raises(errors.ContextLengthError, match="turn t2"):
             await at.session.run("go", turn_id="t2")
 
 
@@ -549,7 +486,7 @@ async def test_without_websockets_a_turn_ends_while_a_policy_is_still_running(pl
         await asyncio.Event().wait()
         return True
 
-    async with here(place, WRITES, transport=Old()) as at:
+    async with here(place, WRITES, transport=Network(without_websockets)) as at:
         running = asyncio.create_task(at.session.run("go", turn_id="t1", on_permission=never))
         await asked.wait()
         await at.session.cancel("t1")
@@ -563,8 +500,7 @@ async def test_a_turn_whose_events_were_pruned_meanwhile_still_has_a_result(plac
     async with here(place, calls(("add", {"a": 1, "b": 2})), script) as at, proxied(at) as (proxy, session):
         events = []
         running = asyncio.create_task(session.run("go", turn_id="t1", on_event=events.append))
-        while not any(isinstance(event, TurnTokenEvent) for event in events):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await auntil(lambda: has(events, TurnTokenEvent))
         proxy.is_shut = True
         proxy.cut()
         gate.open()
@@ -575,11 +511,10 @@ async def test_a_turn_whose_events_were_pruned_meanwhile_still_has_a_result(plac
             await at.session.turn("t1", wait_s=10)
         await at.delete_expired()
         proxy.is_shut = False
-        while not any(isinstance(event, SnapshotFrame) for event in events) and not running.done():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await auntil(lambda: running.done() or has(events, SnapshotFrame))
         last.open()
         result = await running
-    assert any(isinstance(event, ResetFrame) for event in events)
+    assert has(events, ResetFrame)
     assert (result.text, result.stop_reason, result.reconnects) == ("one two", "end", 1)
 
 
@@ -590,8 +525,7 @@ async def test_a_permission_that_was_requested_during_a_disconnection_is_decided
         events = []
         running = asyncio.create_task(session.run("go", on_permission="allow", on_event=events.append))
         await gate.reached()
-        while not events:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await auntil(lambda: bool(events))
         proxy.is_shut = True
         proxy.cut()
         gate.open()
@@ -600,8 +534,8 @@ async def test_a_permission_that_was_requested_during_a_disconnection_is_decided
         await at.delete_expired()
         proxy.is_shut = False
         assert (await running).text == "done"
-    assert any(isinstance(event, SnapshotFrame) for event in events)
-    assert not any(isinstance(event, PermissionRequestEvent) for event in events)
+    assert has(events, SnapshotFrame)
+    assert not has(events, PermissionRequestEvent)
 
 
 # The session itself
@@ -613,19 +547,22 @@ async def test_a_session_is_read_changed_forked_and_deleted(place):
         changed = await at.session.change(title="A title", metadata={"a": [1, None]})
         assert (changed.title, changed.metadata) == ("A title", {"a": [1, None]})
         assert (await at.session.change(title=None)).title is None
-        with pytest.raises(RevisionConflictError):
+        with pytest.raises(errors.RevisionConflictError):
             await at.session.change(title="late", revision=changed.revision)
         fork = await at.session.fork(title="The other")
         snapshot = await fork.snapshot()
-        assert (snapshot.title, [message.content for message in snapshot.messages]) == ("The other", ["go", "one"])
+        assert (snapshot.title, snapshot.forked_from) == ("The other", at.session.session_id)
+        assert [message.content for message in snapshot.messages] == ["go", "one"]
+        with pytest.raises(errors.TurnNotFoundError):
+            await at.session.fork(through_turn_id="none")
         await at.session.delete()
         await at.session.delete()
-        with pytest.raises(SessionNotFoundError):
+        with pytest.raises(errors.SessionNotFoundError):
             await at.session.snapshot()
         assert (await fork.run("more")).text == "one"
 
 
-@pytest.mark.parametrize(("code", "kind"), ERROR_CLASSES.items())
+@pytest.mark.parametrize(("code", "kind"), errors.ERROR_CLASSES.items())
 def test_every_code_raises_its_class(code, kind):
     error = turn_error("t1", ErrorDetail(code=code, message="what, the limit, the next step", type="t", param="p"))
     assert type(error) is kind
@@ -634,7 +571,7 @@ def test_every_code_raises_its_class(code, kind):
 
 def test_an_unknown_code_is_a_turn_error_that_shows_the_code():
     error = turn_error("t1", ErrorDetail(code="too-bored", message="no", type="t"))
-    assert type(error) is TurnError
+    assert type(error) is errors.TurnError
     assert str(error) == "turn t1: no (too-bored)"
 
 
@@ -664,5 +601,5 @@ def test_the_error_of_a_record_is_raised():
         started_at=None,
         ended_at="",
     )
-    with pytest.raises(TurnError, match="turn t1: it ended"):
+    with pytest.raises(errors.TurnError, match="turn t1: it ended"):
         TurnAccumulator("s", "t1").result(record, reconnects=0)

@@ -1,4 +1,4 @@
-"""Tests of chat over a WebSocket: it returns the same chunks as server-sent events, and frees slots alike."""
+"""Tests of chat over a WebSocket: it has the same chunks and errors as server-sent events, and frees slots alike."""
 
 import asyncio
 import base64
@@ -11,42 +11,19 @@ from collections.abc import Iterator
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.arguments import chat_request
 from lmx_lab.client import AsyncLabClient
 from lmx_lab.client.lab import SOCKET_MESSAGE, SocketChunks
-from lmx_lab.wire.chat import ChatRequest
-from tests.support.labs import manager_of, serving
-from tests.support.models import write_tiny_llama
+from tests.support.asking import ENDLESS, echo_request
+from tests.support.labs import is_idle, serving
 from tests.support.sockets import answering, whole
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
-KEY = "open-sesame-42"
-ENDLESS = {"max_tokens": 7500, "ignore_eos": True}
 GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
-def hello(**changes):
-    return chat_request("hello", {"temperature": 0, "max_tokens": 8, **changes})
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory, smollm2):
-    home = tmp_path_factory.mktemp("long-home")
-    write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
-    with serving(home, "tiny-long", api_key=KEY) as lab:
-        yield lab
-
-
-@pytest.fixture
-async def client(lab):
-    async with AsyncLabClient(lab.url, api_key=KEY) as client:
-        yield client
-        await until_idle(lab)
-
-
-async def until_idle(lab):
-    while manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+async def read(stream):
+    return [part async for part in stream]
 
 
 def merged(chunks):
@@ -69,9 +46,7 @@ def merged(chunks):
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}, {"logprobs": True}], ids=str)
 async def test_both_transports_return_the_same_chunks(client, options):
-    body = ChatRequest.model_validate({**hello().model_dump(exclude_unset=True), **options})
-    sse = [chunk async for chunk in client.stream(body)]
-    socket = [chunk async for chunk in client.stream(body, over="websocket")]
+    sse, socket = [await read(client.stream(echo_request(**options), over=over)) for over in ("sse", "websocket")]
     assert merged(socket) == merged(sse)
     assert merged(socket)["text"]
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in socket}) == 1
@@ -79,13 +54,13 @@ async def test_both_transports_return_the_same_chunks(client, options):
 
 async def test_thoughts_and_tool_calls_are_sent_over_a_websocket(thinker_home):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    calling = hello(tools=[tool], tool_choice="required", max_tokens=60)
-    thinking = hello(chat_template_kwargs={"open_thoughts": True}, max_tokens=20)
+    calling = echo_request(model="default", tools=[tool], tool_choice="required", max_tokens=60)
+    thinking = echo_request(model="default", chat_template_kwargs={"open_thoughts": True}, max_tokens=20)
     with serving(thinker_home, "thinker") as lab:
         async with AsyncLabClient(lab.url) as client:
             for body in (calling, thinking):
-                sse = merged([chunk async for chunk in client.stream(body)])
-                assert merged([chunk async for chunk in client.stream(body, over="websocket")]) == sse
+                sse = merged(await read(client.stream(body)))
+                assert merged(await read(client.stream(body, over="websocket"))) == sse
                 assert sse["names"] or sse["thoughts"]
 
 
@@ -94,66 +69,64 @@ def test_a_message_with_several_kinds_of_content_is_several_chunks():
     token = {"token": "t", "logprob": -1.0, "bytes": [116], "top_logprobs": []}
     text = json.dumps({"token": "t", "reasoning_content": "r", "tool_calls": [call], "logprobs": [token]})
     message = SOCKET_MESSAGE.validate_json(text)
-    first, *pieces = SocketChunks(hello()).read(message)
+    first, *pieces = SocketChunks(echo_request()).read(message)
     assert first.choices[0].delta.role == "assistant"
     deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in pieces]
     assert [list(delta) for delta in deltas] == [["reasoning_content"], ["content"], ["tool_calls"]]
     assert [chunk.choices[0].logprobs is not None for chunk in pieces] == [True, False, False]
 
 
+@pytest.mark.parametrize("way", ["chat", "sse", "websocket"])
 @pytest.mark.parametrize(
-    ("body", "error"),
+    ("changes", "error"),
     [
-        (hello(model="no-such"), errors.ModelNotFoundError),
-        (hello(messages=[{"role": "user", "content": "word " * 9000}]), errors.ContextLengthError),
-        (hello().model_copy(update={"temperature": -1}), errors.InvalidRequestError),
-        (hello().model_copy(update={"n": 2}), errors.InvalidRequestError),
+        ({"model": "no-such"}, errors.ModelNotFoundError),
+        ({"messages": [{"role": "user", "content": "word " * 20_000}]}, errors.ContextLengthError),
+        ({"temperature": -1}, errors.InvalidRequestError),
+        ({"temperature": object()}, errors.InvalidRequestError),
     ],
-    ids=["model", "length", "value", "choices"],
+    ids=["model", "length", "value", "not JSON"],
 )
-async def test_a_refusal_raises_the_servers_error(client, body, error):
+async def test_a_refusal_raises_the_servers_error(client, way, changes, error):
+    body = echo_request(**changes) if "messages" in changes else echo_request().model_copy(update=changes)
     with pytest.raises(error) as caught:
-        await anext(client.stream(body, over="websocket"))
+        await (client.chat(body) if way == "chat" else anext(client.stream(body, over=way)))
     assert type(caught.value) is error
 
 
-async def test_a_missing_key_is_refused_before_the_websocket_is_opened(lab):
-    async with AsyncLabClient(lab.url) as client:
-        with pytest.raises(errors.UnauthorizedError):
-            await anext(client.stream(hello(), over="websocket"))
+async def test_a_websocket_has_one_answer(client):
+    with pytest.raises(errors.InvalidRequestError, match="n"):
+        await anext(client.stream(echo_request(n=2), over="websocket"))
 
 
+@pytest.mark.parametrize("over", ["sse", "websocket"])
 @pytest.mark.parametrize("way", ["closed", "dropped", "cancelled"])
-async def test_leaving_the_stream_frees_the_slot(lab, client, way):
+async def test_leaving_a_stream_frees_the_slot_and_the_client_can_be_used_again(lab, client, over, way):
     gc.disable()
     try:
-        stream = client.stream(hello(**ENDLESS), over="websocket")
+        stream = client.stream(echo_request(**ENDLESS), over=over)
         await anext(stream)
+        assert not is_idle(lab)
         if way == "closed":
             await stream.aclose()
         elif way == "cancelled":
-            reading = asyncio.create_task(_read(stream))
+            reading = asyncio.create_task(read(stream))
             await asyncio.sleep(0)
             reading.cancel()
             await asyncio.wait([reading])
             assert reading.cancelled()
         del stream
-        await until_idle(lab)
+        await auntil(lambda: is_idle(lab))
     finally:
         gc.enable()
-    assert (await client.chat(hello())).usage.completion_tokens == 8
-
-
-async def _read(stream):
-    async for _ in stream:
-        pass
+    assert (await client.chat(echo_request())).usage.completion_tokens == 8
 
 
 async def test_a_slow_reader_gets_all_chunks(client):
-    stream = client.stream(hello(max_tokens=300, ignore_eos=True), over="websocket")
+    stream = client.stream(echo_request(max_tokens=300, ignore_eos=True), over="websocket")
     chunks = [await anext(stream)]
-    await client.chat(hello())
-    chunks += [chunk async for chunk in stream]
+    await client.chat(echo_request())
+    chunks += await read(stream)
     assert merged(chunks)["timed"] == [(300, True)]
 
 
@@ -200,7 +173,7 @@ async def test_a_broken_websocket_is_an_error_that_names_the_address(frames, err
     with answering(upgraded(*frames)) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(error) as caught:
-                await _read(client.stream(hello(), over="websocket"))
+                await read(client.stream(echo_request(), over="websocket"))
     assert type(caught.value) is error
 
 
@@ -209,7 +182,7 @@ async def test_a_server_without_a_websocket_is_reported(answer):
     with answering(answer) as server:
         async with AsyncLabClient(server.url) as client:
             with pytest.raises(errors.UnreachableError):
-                await anext(client.stream(hello(), over="websocket"))
+                await anext(client.stream(echo_request(), over="websocket"))
 
 
 @pytest.mark.slow
@@ -221,4 +194,4 @@ async def test_a_silent_websocket_is_an_error_after_the_time_limit():
     with answering(silent) as server:
         async with AsyncLabClient(server.url, timeout_s=0.2) as client:
             with pytest.raises(errors.UnreachableError, match="timeout_s"):
-                await _read(client.stream(hello(), over="websocket"))
+                await read(client.stream(echo_request(), over="websocket"))

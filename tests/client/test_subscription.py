@@ -6,18 +6,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from lmx_lab import errors
 from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import ResetFrame, SnapshotFrame, TurnTokenEvent, UnknownEvent
 from lmx_lab.client.daemon_routes import ClientTimes
 from lmx_lab.client.subscription import ConnectionState, Cursor, EventBuffer, MemoryCursor, Subscription, max_silence_s
-from lmx_lab.errors import (
-    ConnectionLostError,
-    InvalidRequestError,
-    QueueFullError,
-    UnauthorizedError,
-    UnreachableError,
-    WrongServerError,
-)
 from tests.client.event_server import (
     CUT,
     HALF,
@@ -33,11 +26,9 @@ from tests.client.event_server import (
     snapshot,
     synced,
 )
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.anyio
-WAIT_S = 20.0
-
-
 SHORT = ClientTimes(min_delay_s=0.001, refusal_s=0.001, watch_s=0.01)
 
 
@@ -48,6 +39,13 @@ async def subscribed(server, **options):
         asyncio.timeout(WAIT_S),
         Subscription(client, **options) as events,
     ):
+        yield events
+
+
+@asynccontextmanager
+async def reading(*scripts, after=3, **options):
+    """Subscribe to a server with these scripts."""
+    async with EventServer(*scripts) as server, subscribed(server, after=after, **options) as events:
         yield events
 
 
@@ -67,17 +65,16 @@ def error(code, message="no"):
 # Continuing
 
 
-async def test_the_next_connection_continues_after_the_last_event():
-    async with EventServer([hello(3), event(4), event(5), CUT], [hello(5), event(6), STAY]) as server:
-        assert await seqs_of(server, 3, after=3) == [4, 5, 6]
-    assert server.queries == [{"after": "3"}, {"after": "5", "stream_id": "stm_1"}]
-
-
-async def test_events_that_were_received_before_are_dropped():
-    async with EventServer(
-        [hello(3), event(4), event(5), CUT], [hello(5), event(4), event(5), event(6), STAY]
-    ) as server:
-        assert await seqs_of(server, 3, after=3) == [4, 5, 6]
+async def test_the_next_connection_continues_after_the_last_event_or_heartbeat():
+    """Heartbeats report the events that a filter has left out."""
+    first, second = [hello(3), event(4), event(5), CUT], [hello(5), event(6), heartbeat(90), CUT]
+    async with EventServer(first, second, [hello(90), event(91), STAY]) as server:
+        assert await seqs_of(server, 4, after=3, types=["turn.*"], session_ids="s") == [4, 5, 6, 91]
+    chosen = {"types": "turn.*", "session_id": "s"}
+    assert server.queries == [
+        {"after": "3", **chosen},
+        *({"after": after, "stream_id": "stm_1", **chosen} for after in ("5", "90")),
+    ]
 
 
 async def test_no_event_is_missed_between_the_hello_frame_and_the_first_event():
@@ -86,48 +83,25 @@ async def test_no_event_is_missed_between_the_hello_frame_and_the_first_event():
     assert server.queries == [{}, {"after": "7", "stream_id": "stm_1"}]
 
 
-async def test_heartbeats_move_the_cursor_past_filtered_events():
-    async with EventServer([hello(3), event(4), heartbeat(90), CUT], [hello(90), event(91), STAY]) as server:
-        assert await seqs_of(server, 2, after=3, types=["turn.*"]) == [4, 91]
-    assert server.queries[1] == {"after": "90", "stream_id": "stm_1", "types": "turn.*"}
-
-
 @pytest.mark.parametrize(
     "end",
     [
-        [HALF],
-        ["this is not JSON", STAY],
-        ['{"event": "turn.token"}', STAY],
-        ["[" * 100_000, STAY],
-        ['{"event": "turn.new", "seq": 5, "at": "", "stream_id": "s", "data": ' + "[" * 100_000, STAY],
-        ["[]", STAY],
-        [b'{"bytes": true}', STAY],
-        [Raw(b"\x81\x02\xff\xfe"), STAY],
-        [Raw(b"\xff\xff\xff\xff"), STAY],
-        [Raw(b"HTTP/1.1 200 OK\r\n\r\n"), STAY],
-        [event(-5), event(5, stream_id=""), STAY],
-        [event(10**17), STAY],
-    ],
-    ids=[
-        "half a frame",
-        "text",
-        "half an event",
-        "deep",
-        "deep event",
-        "list",
-        "bytes",
-        "no UTF-8",
-        "no frame",
-        "HTTP",
-        "no stream",
-        "huge",
+        pytest.param([HALF], id="half a frame"),
+        pytest.param(["this is not JSON", STAY], id="text"),
+        pytest.param(['{"event": "turn.token"}', STAY], id="half an event"),
+        pytest.param(["[" * 100_000, STAY], id="deep"),
+        pytest.param([frame("turn.new", "DATA", seq=5).replace('"DATA"', "[" * 100_000), STAY], id="deep event"),
+        pytest.param(["[]", STAY], id="list"),
+        pytest.param([b'{"bytes": true}', STAY], id="bytes"),
+        pytest.param([Raw(b"\x81\x02\xff\xfe"), STAY], id="no UTF-8"),
+        pytest.param([Raw(b"\xff\xff\xff\xff"), STAY], id="no frame"),
+        pytest.param([Raw(b"HTTP/1.1 200 OK\r\n\r\n"), STAY], id="HTTP"),
+        pytest.param([event(-5), event(5, stream_id=""), STAY], id="no stream"),
+        pytest.param([event(10**17), STAY], id="huge"),
     ],
 )
 async def test_an_invalid_message_ends_the_connection_and_loses_no_event(end):
-    async with (
-        EventServer([hello(3), event(4), *end], [hello(4), event(5), STAY]) as server,
-        subscribed(server, after=3) as events,
-    ):
+    async with reading([hello(3), event(4), *end], [hello(4), event(5), STAY]) as events:
         assert [found.seq for found in await take(events, 2)] == [4, 5]
         assert events.reconnects == 1
 
@@ -137,10 +111,7 @@ async def test_types_and_fields_of_a_newer_daemon_are_passed_on():
     odd = frame("turn.token", {"letters": "abc"}, seq=6)
     control = frame("stream.weather", {"sunny": True})
     more = json.dumps({**json.loads(event(7, text="x")), "colour": "red"})
-    async with (
-        EventServer([hello(4), new, odd, control, more, STAY]) as server,
-        subscribed(server, after=4) as events,
-    ):
+    async with reading([hello(4), new, odd, control, more, STAY], after=4) as events:
         dreamt, token, weather, known = await take(events, 4)
         assert isinstance(dreamt, UnknownEvent)
         assert (dreamt.event, dreamt.seq, dreamt.data) == ("turn.dreamt", 5, {"of": ["sheep"]})
@@ -160,10 +131,7 @@ async def test_silence_for_several_heartbeats_ends_a_connection():
 @pytest.mark.parametrize("heartbeat_s", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
 async def test_implausible_heartbeat_intervals_are_ignored(heartbeat_s):
     assert (max_silence_s(heartbeat_s), max_silence_s(20.0)) == (37.5, 50.0)
-    async with (
-        EventServer([hello(3, heartbeat_s=heartbeat_s), synced(3), event(4), STAY]) as server,
-        subscribed(server, after=3) as events,
-    ):
+    async with reading([hello(3, heartbeat_s=heartbeat_s), synced(3), event(4), STAY]) as events:
         assert (await anext(events)).seq == 4
 
 
@@ -172,7 +140,7 @@ async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatc
         raise ZeroDivisionError
 
     monkeypatch.setattr("lmx_lab.client.subscription.EventPosition.process", fail)
-    async with EventServer([hello(3), STAY]) as server, subscribed(server, after=3) as events:
+    async with reading([hello(3), STAY]) as events:
         with pytest.raises(ZeroDivisionError):
             await anext(events)
         assert events.state == ConnectionState(state="closed")
@@ -181,10 +149,7 @@ async def test_a_bug_is_raised_and_not_treated_as_a_broken_connection(monkeypatc
 @pytest.mark.slow
 async def test_a_slow_reader_does_not_count_as_silence():
     many = [event(seq) for seq in range(4, 40)]
-    async with (
-        EventServer([hello(3, heartbeat_s=0.6), *many, STAY]) as server,
-        subscribed(server, after=3, buffer=EventBuffer(max_items=2)) as events,
-    ):
+    async with reading([hello(3, heartbeat_s=0.6), *many, STAY], buffer=EventBuffer(max_items=2)) as events:
         first = await anext(events)
         # Longer than the silence that ends a connection.
         await asyncio.sleep(2.0)
@@ -199,7 +164,7 @@ async def test_a_slow_reader_does_not_count_as_silence():
 async def test_a_reset_delivers_snapshots_and_the_events_after_them():
     script = [hello(50), reset(50), snapshot("a", 52), snapshot("b", 50), synced(50)]
     live = [event(51, session_id="a"), event(52, session_id="b"), event(53, session_id="a"), STAY]
-    async with EventServer([*script, *live]) as server, subscribed(server, after=3) as events:
+    async with reading([*script, *live]) as events:
         found = await take(events, 5)
     assert isinstance(found[0], ResetFrame)
     assert all(isinstance(frame, SnapshotFrame) for frame in found[1:3])
@@ -239,9 +204,9 @@ async def test_a_new_database_may_have_smaller_numbers():
 @pytest.mark.parametrize("headers", [{}, {"Retry-After": "7"}, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}])
 async def test_a_busy_daemon_is_tried_again(headers):
     refused = Refused(503, error("queue-full"), headers=headers)
-    async with EventServer(refused, [hello(3), event(4), STAY]) as server, subscribed(server, after=3) as events:
+    async with reading(refused, [hello(3), event(4), STAY]) as events:
         state = await until(events, "waiting")
-        assert isinstance(state.error, QueueFullError)
+        assert isinstance(state.error, errors.QueueFullError)
         assert state.retry_in_s is not None
         if headers.get("Retry-After") == "7":
             assert state.retry_in_s >= 7
@@ -259,16 +224,16 @@ async def test_a_proxy_without_its_server_is_tried_again():
 @pytest.mark.parametrize(
     ("answer", "kind", "requests"),
     [
-        (Refused(401, error("unauthorized")), UnauthorizedError, 2),
-        (Refused(200, "<html>Welcome</html>", kind="text/html"), WrongServerError, 2),
-        (Refused(404, "not found", kind="text/plain"), WrongServerError, 2),
-        (Refused(200, "{}"), WrongServerError, 2),
-        (Refused(400, error("invalid-request")), InvalidRequestError, 1),
+        (Refused(401, error("unauthorized")), errors.UnauthorizedError, 2),
+        (Refused(200, "<html>Welcome</html>", kind="text/html"), errors.WrongServerError, 2),
+        (Refused(404, "not found", kind="text/plain"), errors.WrongServerError, 2),
+        (Refused(200, "{}"), errors.WrongServerError, 2),
+        (Refused(400, error("invalid-request")), errors.InvalidRequestError, 1),
     ],
     ids=["token", "web page", "404", "other JSON", "filter"],
 )
 async def test_some_refusals_are_final(answer, kind, requests):
-    async with EventServer(answer) as server, subscribed(server) as events:
+    async with EventServer(answer) as server, subscribed(server, after=3) as events:
         with pytest.raises(kind) as caught:
             await anext(events)
         with pytest.raises(kind):
@@ -286,13 +251,10 @@ async def test_a_refused_token_is_tried_again_once():
 
 
 async def test_events_before_a_final_refusal_are_read_first():
-    async with (
-        EventServer([hello(3), event(4), event(5), CUT], Refused(400, error("invalid-request"))) as server,
-        subscribed(server, after=3) as events,
-    ):
+    async with reading([hello(3), event(4), event(5), CUT], Refused(400, error("invalid-request"))) as events:
         await until(events, "closed")
         assert [event.seq for event in await take(events, 2)] == [4, 5]
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(errors.InvalidRequestError):
             await anext(events)
 
 
@@ -302,7 +264,7 @@ async def test_the_subscription_waits_until_a_daemon_answers():
     async with AsyncDaemonClient(address, token=None, times=SHORT) as client, Subscription(client) as events:
         assert await events.opened() is None
         state = await until(events, "waiting")
-        assert isinstance(state.error, UnreachableError)
+        assert isinstance(state.error, errors.UnreachableError)
 
 
 # States and delays
@@ -316,27 +278,39 @@ async def until(events, state):
 
 
 async def test_states_describe_the_connection():
+    states = []
     async with EventServer([hello(3), synced(3), event(4), CUT], [hello(4), synced(4), STAY]) as server:
-        states = []
-        async with AsyncDaemonClient(server.url, token=None, times=SHORT) as client:
-            async with (
-                Subscription(client, after=3) as events,
-                asyncio.timeout(WAIT_S),
-            ):
-                async for state in events.states():
-                    states.append(state)
-                    if [found.state for found in states].count("live") == 2:
-                        break
-            states += [state async for state in events.states()]
+        async with subscribed(server, after=3) as events:
+            async for state in events.states():
+                states.append(state)
+                if [found.state for found in states].count("live") == 2:
+                    break
+        states += [state async for state in events.states()]
     once = ["connecting", "catching-up", "live"]
     assert [state.state for state in states] == [*once, "waiting", *once, "closed"]
-    assert isinstance(states[3].error, ConnectionLostError)
-    assert states[3].attempts == 1
-    assert states[-1].error is None
+    assert [state.attempts for state in states] == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert [type(state.error) for state in states] == [*[type(None)] * 3, errors.ConnectionLostError, *[type(None)] * 4]
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        pytest.param(CUT, "broke the connection (WebSocketNetworkError)", id="cut"),
+        pytest.param(Raw(b"\x88\x07\x03\xe9leave"), "closed the stream (1001 leave)", id="closed"),
+        pytest.param(Raw(b"\x88\x02\x03\xe8"), "closed the stream (1000)", id="closed without a reason"),
+        pytest.param(Raw(b"\xff\xff\xff\xff"), "closed the stream (1002 Invalid opcode 0xf)", id="no frame"),
+        pytest.param("rubbish", "sent 'rubbish', which is not an event", id="no event"),
+        pytest.param(STAY, "has sent nothing for 0.5 s", id="silence", marks=pytest.mark.slow),
+    ],
+)
+async def test_the_error_of_a_lost_connection_says_what_the_daemon_did(end, cause):
+    async with EventServer([hello(3, heartbeat_s=0.2), end, STAY]) as server, subscribed(server, after=3) as events:
+        error = (await until(events, "waiting")).error
+        assert str(error) == f"{server.url} {cause}; the events continue with the next connection"
 
 
 async def test_a_daemon_that_closes_every_connection_is_tried_with_growing_delays():
-    async with EventServer([hello(3), "rubbish", STAY]) as server, subscribed(server, after=3) as events:
+    async with reading([hello(3), "rubbish", STAY]) as events:
         delays = {}
         async for state in events.states():
             if state.state == "waiting":
@@ -350,10 +324,7 @@ async def test_a_daemon_that_closes_every_connection_is_tried_with_growing_delay
 
 async def test_a_connection_with_an_event_resets_the_delays():
     bad = [hello(3), CUT]
-    async with (
-        EventServer(bad, bad, bad, [hello(3), event(4), CUT], [hello(4), STAY]) as server,
-        subscribed(server, after=3) as events,
-    ):
+    async with reading(bad, bad, bad, [hello(3), event(4), CUT], [hello(4), STAY]) as events:
         attempts = []
         async for state in events.states():
             if state.state == "waiting":
@@ -389,43 +360,18 @@ async def test_after_sleep_a_new_connection_is_opened_at_once(ahead_s):
 async def test_after_sleep_the_next_attempt_starts_at_once():
     clock = Clock()
     busy = Refused(503, error("queue-full"), headers={"Retry-After": "3600"})
-    async with (
-        EventServer(busy, [hello(3), event(4), STAY]) as server,
-        subscribed(server, after=3, wall=clock) as events,
-    ):
+    async with reading(busy, [hello(3), event(4), STAY], wall=clock) as events:
         state = await until(events, "waiting")
         assert (state.retry_in_s or 0) > WAIT_S
         clock.ahead_s = 60.0
         assert (await anext(events)).seq == 4
 
 
-async def test_setting_the_clock_back_has_no_effect():
-    clock = Clock()
-    checked = asyncio.Event()
-
-    def wall():
-        if clock.ahead_s:
-            checked.set()
-        return clock()
-
-    async with EventServer([hello(3), synced(3), STAY]) as server, subscribed(server, after=3, wall=wall) as events:
-        await until(events, "live")
-        clock.ahead_s = -3600.0
-        await checked.wait()
-        checked.clear()
-        await checked.wait()
-        assert events.state.state == "live"
-    assert len(server.queries) == 1
-
-
 # Readers
 
 
 async def test_cancelling_the_wait_for_an_event_loses_none():
-    async with (
-        EventServer([hello(3), *[event(seq) for seq in range(4, 60)], STAY]) as server,
-        subscribed(server, after=3) as events,
-    ):
+    async with reading([hello(3), *[event(seq) for seq in range(4, 60)], STAY]) as events:
         found = []
         while len(found) < 56:
             task = asyncio.ensure_future(anext(events))
@@ -440,7 +386,7 @@ async def test_cancelling_the_wait_for_an_event_loses_none():
 
 
 async def test_two_tasks_cannot_read_the_same_subscription():
-    async with EventServer([hello(3), STAY]) as server, subscribed(server) as events:
+    async with reading([hello(3), STAY]) as events:
         first = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="one for each"):
@@ -498,6 +444,7 @@ async def test_an_event_counts_as_read_when_the_next_one_is_requested():
     async def read():
         async with subscribed(server, after=3, cursor=store) as events:
             async for found in events:
+                assert events.cursor.seq == found.seq - 1
                 if found.seq == 5:
                     raise ZeroDivisionError
 
@@ -513,10 +460,7 @@ async def test_an_event_counts_as_read_when_the_next_one_is_requested():
 
 async def test_a_cursor_is_saved_when_the_reader_waits():
     store = MemoryCursor()
-    async with (
-        EventServer([hello(3), event(4), event(5), STAY]) as server,
-        subscribed(server, after=3, cursor=store) as events,
-    ):
+    async with reading([hello(3), event(4), event(5), STAY], cursor=store) as events:
         await take(events, 2)
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)

@@ -10,9 +10,10 @@ from lmx_lab.client.daemon import AsyncDaemonClient
 from lmx_lab.client.daemon_events import TurnDoneEvent, TurnErrorEvent, TurnTokenEvent
 from lmx_lab.client.daemon_routes import ClientTimes
 from lmx_lab.errors import DaemonRestartedError
-from tests.support.daemons import Program
+from tests.support.daemons import Program, whole_log
 from tests.support.model_server import Scripted, counted
 from tests.support.sockets import Proxy, Through
+from tests.support.waiting import auntil
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 TOKENS = 60
@@ -59,32 +60,24 @@ class Seen:
                 return
 
     async def until(self, seq):
-        await self._until(lambda: any((event.seq or 0) >= seq for event in self.events))
+        async with self._changed, asyncio.timeout(WAIT_S):
+            await self._changed.wait_for(lambda: any((event.seq or 0) >= seq for event in self.events))
 
     async def more(self, kind, count):
         """Wait until ``count`` more events of this kind were received."""
 
-        def there():
+        def found():
             return sum(event.event == kind for event in self.events)
 
-        wanted = there() + count
-        await self._until(lambda: there() >= wanted)
-
-    async def _until(self, true):
+        expected = found() + count
         async with self._changed, asyncio.timeout(WAIT_S):
-            await self._changed.wait_for(true)
+            await self._changed.wait_for(lambda: found() >= expected)
 
 
-async def whole_log(program):
+async def logged_seqs(program):
     """Return the seq of each event in the log, read from the daemon directly."""
     async with program.client() as http:
-        seqs = []
-        more = True
-        while more:
-            page = (await http.get("/events", params={"after": seqs[-1] if seqs else 0})).json()
-            seqs += [event["seq"] for event in page["events"]]
-            more = page["more"]
-        return seqs
+        return [event["seq"] for event in await whole_log(http)]
 
 
 async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program):
@@ -117,7 +110,7 @@ async def test_two_hundred_cut_connections_lose_and_repeat_no_event(program):
                 turns = (session.run("write", on_event=note) for session in sessions)
                 results += await asyncio.wait_for(asyncio.gather(*turns), WAIT_S)
             await cutter
-            log = await whole_log(program)
+            log = await logged_seqs(program)
             await seen.until(log[-1])
         assert [event.seq for event in seen.events] == log
         assert {result.text for result in results} == {EXPECTED}
@@ -142,7 +135,7 @@ async def test_a_subscription_continues_after_the_daemon_was_killed_and_restarte
                 with pytest.raises(DaemonRestartedError, match="turn trn_"):
                     await asyncio.wait_for(running, WAIT_S)
             result = await asyncio.wait_for(session.run("write"), WAIT_S)
-            log = await whole_log(program)
+            log = await logged_seqs(program)
             await seen.until(log[-1])
         assert [event.seq for event in seen.events] == log
         assert result.text == EXPECTED
@@ -176,16 +169,10 @@ async def test_a_proxy_that_closes_idle_connections_loses_no_event(program):
         async with seen.following():
             session = await client.session()
             for _ in range(2):
-                await until_closed_as_idle(proxy)
+                before = proxy.closed_as_idle
+                await auntil(lambda: proxy.closed_as_idle >= before + 2)  # noqa: B023
                 result = await asyncio.wait_for(session.run("write"), WAIT_S)
                 assert result.text == EXPECTED
-            log = await whole_log(program)
+            log = await logged_seqs(program)
             await seen.until(log[-1])
         assert [event.seq for event in seen.events] == log
-
-
-async def until_closed_as_idle(proxy):
-    before = proxy.closed_as_idle
-    async with asyncio.timeout(WAIT_S):
-        while proxy.closed_as_idle < before + 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ import pytest
 
 from lmx_lab.daemon.storage.store import Store
 from tests.support.daemons import check_log, daemon
+from tests.support.mcp import open_harness
 from tests.support.model_server import Scripted
 
 
@@ -18,6 +19,13 @@ async def store(tmp_path):
 def upstream():
     with Scripted() as upstream:
         yield upstream
+
+
+@pytest.fixture
+async def harness(tmp_path):
+    """MCP servers on a store."""
+    async with open_harness(tmp_path) as harness:
+        yield harness
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Starting and stopping the daemon: one in a home, and nothing is left behind however it ends."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -10,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from logging.handlers import RotatingFileHandler
 
 import psutil
@@ -20,20 +20,14 @@ from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.daemon.home import DaemonHome, read_state
 from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
 from lmx_lab.settings import Settings
+from tests.support.commands import serving as command
 from tests.support.daemons import UPSTREAM, client, serving, settled
 from tests.support.model_server import STALL, Gate, Scripted, says
+from tests.support.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.slow
-
-WAIT_S = 20.0
-
-
 THREADS = ("lmx-lab-daemon", "lmx-lab-store", "lmx-lab-reading")
 """Names of a daemon's threads. Others, such as that of a blocking client, live as long as the process."""
-
-
-def daemon_threads():
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)}
 
 
 def new(home, **settings):
@@ -42,10 +36,7 @@ def new(home, **settings):
 
 def check_nothing_left(home):
     """Check that no threads, lock or state file are left."""
-    deadline = time.monotonic() + WAIT_S
-    while daemon_threads() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert not daemon_threads()
+    until(lambda: not any(thread.name.startswith(THREADS) for thread in threading.enumerate()))
     assert not (home / "daemon" / "state.json").exists()
     free = DaemonHome(home / "daemon")
     free.acquire(timeout_s=0)
@@ -79,18 +70,6 @@ def test_the_lock_is_released_even_if_the_log_file_cannot_be_closed(tmp_path, mo
     check_nothing_left(tmp_path)
 
 
-def test_stopping_with_an_unknown_mode_is_refused(tmp_path):
-    daemon = new(tmp_path)
-    daemon.start()
-    with pytest.raises(InvalidRequestError, match="drain"):
-        daemon.stop(mode="banana")
-    assert daemon.running
-    with pytest.raises(InvalidRequestError, match="coroutine"):
-        daemon.run(5)
-    daemon.stop()
-    check_nothing_left(tmp_path)
-
-
 def test_the_daemon_stops_even_if_the_stopping_event_cannot_be_written(tmp_path, monkeypatch):
     daemon = new(tmp_path)
     daemon.start()
@@ -110,14 +89,14 @@ def test_a_start_publishes_the_address_and_a_stop_leaves_nothing_behind(tmp_path
     daemon.start()
     daemon.start()
     state = read_state(tmp_path / "daemon")
-    assert (state.url, state.token, state.daemon_id, state.pid) == (
-        daemon.url,
-        daemon.token,
-        daemon.daemon_id,
-        os.getpid(),
-    )
+    told = (daemon.url, daemon.token, daemon.daemon_id, os.getpid())
+    assert (state.url, state.token, state.daemon_id, state.pid) == told
     with client(daemon) as http:
         assert http.get("/v3/health").json()["status"] == "ok"
+    with pytest.raises(InvalidRequestError, match="drain"):
+        daemon.stop(mode="banana")
+    with pytest.raises(InvalidRequestError, match="coroutine"):
+        daemon.run(5)
     assert (daemon.running, daemon.wait(0)) == (True, False)
     daemon.stop()
     daemon.stop()
@@ -141,19 +120,6 @@ def test_each_start_has_a_new_token_and_keeps_the_sessions(tmp_path):
         assert [event["event"] for event in events] == ["daemon.stopping", "daemon.started"]
         http.headers["authorization"] = f"Bearer {first.token}"
         assert http.get("/v3/daemon").status_code == 401
-
-
-def test_a_second_daemon_in_a_home_is_refused_with_the_address_of_the_first(tmp_path):
-    with serving(tmp_path) as first:
-        second = new(tmp_path)
-        with pytest.raises(DaemonRunningError, match=first.url) as caught:
-            second.start()
-        assert first.token not in str(caught.value)
-        assert not second.running
-        with client(first) as http:
-            assert http.get("/v3/daemon").status_code == 200
-        state = read_state(tmp_path / "daemon")
-        assert state.daemon_id == first.daemon_id
 
 
 def test_a_start_on_a_taken_port_leaves_nothing_behind(tmp_path):
@@ -210,7 +176,7 @@ def test_of_several_concurrent_starts_one_succeeds(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     (running,) = [daemon for daemon in daemons if daemon.running]
-    assert [running.url in message for message in refused] == [True] * 3
+    assert [(running.url in message, running.token in message) for message in refused] == [(True, False)] * 3
     running.stop()
     check_nothing_left(tmp_path)
 
@@ -267,20 +233,6 @@ def test_a_draining_daemon_refuses_new_turns_and_completes_the_running_one(tmp_p
     assert ends(tmp_path) == ["turn.done"]
 
 
-def test_a_stop_with_mode_now_shortens_a_drain(tmp_path):
-    first, *_ = says("one ", "two")
-    with Scripted([first, STALL]) as upstream, serving(tmp_path, upstream=upstream.url) as daemon:
-        with client(daemon) as http:
-            submit(http)
-            while http.get("/v3/daemon").json()["counts"]["running_turns"] == 0:
-                pass
-            http.post("/v3/daemon/shutdown", json={"mode": "drain", "grace_s": 600})
-            assert not daemon.wait(0.1)
-            http.post("/v3/daemon/shutdown", json={"mode": "now"})
-        assert daemon.wait(WAIT_S)
-    assert ends(tmp_path) == ["turn.error"]
-
-
 def ends(home):
     """Return the terminal events in the log, read by the next daemon."""
     with serving(home) as daemon, client(daemon) as http:
@@ -318,16 +270,8 @@ daemon.start()
 
 
 def script(home, rest):
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-W",
-        "ignore:This process:DeprecationWarning",
-        "-c",
-        SCRIPT + rest,
-        str(home),
-    ]
+    options = ["-W", "error", "-W", "ignore:This process:DeprecationWarning"]
+    command = [sys.executable, *options, "-c", SCRIPT + rest, str(home)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -353,106 +297,62 @@ print(daemon.running, (daemon.folder / "state.json").exists())
     check_nothing_left(tmp_path)
 
 
-class Program:
-    """A process of ``lmx-lab daemon`` and its output."""
-
-    def __init__(self, home, *arguments):
-        command = [sys.executable, "-m", "lmx_lab", "daemon", "--port", "0", *arguments]
-        environment = {**os.environ, "LMX_LAB_HOME": str(home), "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        self.output = ""
-
-    def wait_for(self, text):
-        assert self.process.stdout is not None
-        while text not in self.output:
-            line = self.process.stdout.readline()
-            assert line, self.output
-            self.output += line
-        return self.output
-
-    def finish(self):
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, self.output + out, err
+@contextlib.contextmanager
+def program(home, *arguments):
+    """Run ``lmx-lab daemon`` until it is ready."""
+    with command(home, "--port", "0", *arguments, command="daemon") as running:
+        running.wait_for("state.json")
+        yield running, read_state(home / "daemon")
 
 
-@pytest.fixture
-def program(tmp_path):
-    program = Program(tmp_path)
-    yield program
-    if program.process.poll() is None:
-        program.process.kill()
-        program.process.communicate()
-
-
-def test_the_command_prints_the_address_and_stops_on_ctrl_c(tmp_path, program):
-    program.wait_for("state.json")
-    state = read_state(tmp_path / "daemon")
-    assert (state.pid, f"ready at {state.url}" in program.output) == (program.process.pid, True)
-    program.process.send_signal(signal.SIGINT)
-    code, out, err = program.finish()
-    assert (code, err) == (0, "")
-    assert state.token not in out + (tmp_path / "daemon" / "daemon.log").read_text()
+def test_the_command_prints_the_address_and_stops_on_ctrl_c(tmp_path):
+    with program(tmp_path) as (running, state):
+        assert (state.pid, f"ready at {state.url}" in running.output) == (running.process.pid, True)
+        assert running.end(signal.SIGINT) == (0, "")
+    assert state.token not in running.output + (tmp_path / "daemon" / "daemon.log").read_text()
     check_nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_running_turn_delays_the_stop_only_briefly_and_a_second_signal_ends_it(tmp_path, signals):
     first, *_ = says("one ", "two")
-    with Scripted([first, STALL]) as upstream:
-        program = Program(tmp_path, "--upstream", upstream.url)
-        program.wait_for("state.json")
-        state = read_state(tmp_path / "daemon")
-        assert state is not None
-        import httpx2
-
-        headers = {"authorization": f"Bearer {state.token}"}
-        with httpx2.Client(base_url=state.url, headers=headers, trust_env=False, timeout=WAIT_S) as http:
+    with Scripted([first, STALL]) as upstream, program(tmp_path, "--upstream", upstream.url) as (running, state):
+        with client(state) as http:
             submit(http)
             while http.get("/v3/daemon").json()["counts"]["running_turns"] == 0:
                 pass
-            program.process.send_signal(signal.SIGTERM)
+            running.process.send_signal(signal.SIGTERM)
             while http.get("/v3/health").json()["status"] != "stopping":
                 pass
         if signals == 2:
-            program.process.send_signal(signal.SIGTERM)
-        code, _, err = program.finish()
-    assert code == 0, err
+            running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(WAIT_S) == 0
     assert ends(tmp_path) == ["turn.error"]
 
 
-def test_a_daemon_starts_after_another_one_was_killed(tmp_path, program):
-    program.wait_for("state.json")
-    left = json.loads((tmp_path / "daemon" / "state.json").read_text())
-    program.process.kill()
-    program.process.communicate()
+def test_a_daemon_starts_after_another_one_was_killed(tmp_path):
+    with program(tmp_path) as (running, _):
+        left = json.loads((tmp_path / "daemon" / "state.json").read_text())
+        running.end(signal.SIGKILL)
     assert read_state(tmp_path / "daemon") is None
     # As if its pid were reused by another process.
     foreign = {**left, "pid": psutil.Process().ppid()}
     (tmp_path / "daemon" / "state.json").write_text(json.dumps(foreign))
     with serving(tmp_path) as daemon:
-        state = read_state(tmp_path / "daemon")
-        assert state.daemon_id == daemon.daemon_id
+        assert read_state(tmp_path / "daemon").daemon_id == daemon.daemon_id
     check_nothing_left(tmp_path)
 
 
 @pytest.mark.long
 def test_of_two_concurrent_commands_one_serves_and_the_other_prints_the_address(tmp_path):
-    programs = [Program(tmp_path) for _ in range(2)]
-    loser = None
-    deadline = time.monotonic() + 60
-    while loser is None and time.monotonic() < deadline:
-        loser = next((one for one in programs if one.process.poll() is not None), None)
-        time.sleep(0.02)
-    assert loser is not None
-    (winner,) = [one for one in programs if one is not loser]
-    winner.wait_for("state.json")
-    state = read_state(tmp_path / "daemon")
-    assert state is not None
-    code, out, err = loser.finish()
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith("daemon-running: ")
-    assert state.url in err or "starting or stopping" in err
-    winner.process.send_signal(signal.SIGTERM)
-    assert winner.finish()[0] == 0
+    with contextlib.ExitStack() as closed:
+        programs = [closed.enter_context(command(tmp_path, "--port", "0", command="daemon")) for _ in range(2)]
+        until(lambda: any(one.process.poll() is not None for one in programs))
+        loser, winner = sorted(programs, key=lambda one: one.process.poll() is None)
+        winner.wait_for("state.json")
+        state = read_state(tmp_path / "daemon")
+        status, err = loser.end(0)
+        assert (status, loser.output, err.count("\n")) == (1, "", 1)
+        assert err.startswith("daemon-running: ")
+        assert state.url in err or "starting or stopping" in err
+        assert winner.end(signal.SIGTERM)[0] == 0

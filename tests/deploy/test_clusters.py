@@ -4,7 +4,6 @@
 """
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from lmx_lab.errors import AdminForbiddenError, LabError
 from lmx_lab.notebook import attach
 from lmx_lab.settings import Settings
 from tests.support.docs import DOCS, code_blocks
+from tests.support.sockets import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 ray = pytest.importorskip("ray", reason="Ray is not in this environment; make cluster has one with it")
@@ -56,27 +56,21 @@ def serve():
     with pytest.MonkeyPatch.context() as patched:
         for name, value in TIMES.items():
             patched.setenv(name, value)
-        yield from run_serve()
+        from ray import serve
 
-
-def run_serve():
-    from ray import serve
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.url = f"http://127.0.0.1:{port}"
-    yield serve
-    serve.shutdown()
-    ray.shutdown()
+        port = free_port()
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 * 2**20,
+            _node_ip_address="127.0.0.1",
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.url = f"http://127.0.0.1:{port}"
+        yield serve
+        serve.shutdown()
+        ray.shutdown()
 
 
 def echo(home, replicas):

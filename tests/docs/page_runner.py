@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Self
 
 from tests.support.docs import CURLRC, ROOT, WAIT_S, Block, run_command
 from tests.support.kernels import Notebook
+from tests.support.waiting import until
 
 SERVER_OF_ADDRESS = {
     "127.0.0.1:8400": "server",
@@ -177,41 +179,32 @@ class Service:
         command = SERVICE.match(text)
         assert command is not None
         self.name = {"serve": "server", "daemon": "daemon"}[command[1]]
-        self.output = ""
-        self._process = subprocess.Popen(
-            ["bash", "-c", text],
-            cwd=folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._address = ""
-        self._is_ready_or_ended = threading.Event()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+        handle, name = tempfile.mkstemp(prefix=".log-", dir=folder)
+        self._log = Path(name)
+        with os.fdopen(handle, "w") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-c", text],
+                cwd=folder,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.output += line
-            if match := READY.search(line):
-                self._address = match[1]
-                self._is_ready_or_ended.set()
-        self._is_ready_or_ended.set()
+    @property
+    def output(self) -> str:
+        return self._log.read_text(encoding="utf-8")
 
     def wait_until_ready(self) -> str:
         """Return the address, without a scheme, once the service accepts requests."""
-        assert self._is_ready_or_ended.wait(WAIT_S), self.output
-        assert self._address, self.output
-        return self._address
+        until(lambda: READY.search(self.output) is not None or self._process.poll() is not None)
+        ready = READY.search(self.output)
+        assert ready is not None, self.output
+        return ready[1]
 
     def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait(WAIT_S)
-        self._reader.join(WAIT_S)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
         assert "Traceback" not in self.output, self.output

@@ -7,7 +7,6 @@ import tomllib
 
 import pytest
 import typer
-from typer.core import TyperGroup
 
 from lmx_lab.cli.app import app
 from lmx_lab.engine import ModelManager
@@ -29,18 +28,9 @@ from tests.support.docs import (
 )
 
 OTHER_FLAGS = {
-    "--json",
-    "--raw",
-    "--no-deps",
-    "--to",
-    "--only",
-    "--quick",
-    "--count",
-    "--kills",
-    "--seed",
-    "--allow-root",
+    *("--json", "--raw", "--no-deps", "--to", "--only", "--quick", "--count", "--kills", "--seed", "--allow-root"),
+    *("--map", "--column", "--into", "--cache", "--temperature", "--system"),
 }
-OTHER_FLAGS |= {"--map", "--column", "--into", "--cache", "--temperature", "--system"}
 """Flags of curl, ``%%lmx``, pip, nbconvert, JupyterLab and ``python -m soak``."""
 
 
@@ -109,7 +99,6 @@ def test_a_lab_has_every_attribute_that_is_named(page):
 def flags_by_command():
     """Return the flags of each command; the key "" has those of ``lmx-lab`` itself."""
     group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
     return {
         name: {"--help", *(flag for option in command.params for flag in (*option.opts, *option.secondary_opts))}
         for name, command in {"": group, **group.commands}.items()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.core import TyperGroup, TyperOption
+from typer.core import TyperOption
 
 from lmx_lab.cli.app import app
-from lmx_lab.errors import LabError
 from lmx_lab.http.errors import status_of
 from lmx_lab.settings import CHOICES, PREFIX, RANGES, Settings
 from lmx_lab.values.models import LoadOptions
+from tests.support.asking import error_classes
 from tests.support.docs import DOCS, ROOT, inline_code, table_rows
 
 CONFIGURATION = DOCS / "configuration.md"
@@ -74,7 +74,6 @@ class ReadError(Exception):
 
 
 def options(command):
-    assert isinstance(GROUP, TyperGroup)
     for parameter in GROUP.commands[command].params:
         if isinstance(parameter, TyperOption) and parameter.name not in (*OTHER_OPTIONS[command], "help"):
             yield parameter
@@ -111,10 +110,6 @@ def test_every_variable_that_the_package_reads_is_documented():
 # Error codes
 
 CODES = list(table_rows(DOCS / "troubleshooting.md", "code"))
-
-
-def error_classes(root=LabError):
-    return [root, *(found for child in root.__subclasses__() for found in error_classes(child))]
 
 
 def test_every_error_code_has_one_row_and_every_row_is_an_error_code():

@@ -1,34 +1,50 @@
-"""Tests of ``lmx-lab doctor`` as a whole, and of its checks of the machine, the models, the ports and the daemon."""
+"""Tests of ``lmx-lab doctor`` and of its checks of the machine, the models, the ports, the daemon and Jupyter."""
 
-import http.server
+import contextlib
 import json
 import os
-import shutil
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+import venv
 
 import huggingface_hub.constants
 import mlx.core as mx
+import psutil
 import pytest
 
 from lmx_lab import doctor
 from lmx_lab.doctor import compute, models
 from lmx_lab.doctor.daemon_files import check_daemon_files
+from lmx_lab.doctor.jupyter import check_kernel, check_proxy
 from lmx_lab.doctor.machine import check_disk, check_python
 from lmx_lab.doctor.models import check_hub, check_models, find_connection_problem
 from lmx_lab.doctor.ports import check_labs, check_port
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.doctor.findings import EXPLAINED_FAULT, EXPLAINED_NOTE, finding_about, summary
-from tests.support.commands import WAIT_S, environment, run_command, serving
+from tests.support.commands import WAIT_S, run_command, serving
 from tests.support.daemons import serving as daemon_serving
 from tests.support.labs import serving as lab_serving
-from tests.support.sockets import free_port
+from tests.support.sockets import answering, free_port, whole
 from tests.support.waiting import until_listening
+
+EXPLAINED_NOTE = ("note", True, True)
+EXPLAINED_FAULT = ("bad", True, True)
+
+
+def finding_about(topic, findings):
+    """Return the only finding with this topic."""
+    (finding,) = [finding for finding in findings if finding.topic == topic]
+    return finding
+
+
+def summary(finding):
+    """Return the verdict, whether the finding explains the consequence, and whether it has a remedy."""
+    return finding.verdict, bool(finding.means), bool(finding.remedy)
 
 
 def test_every_problem_is_one_line_with_a_remedy_and_a_fault_is_exit_status_one(tmp_path, monkeypatch):
@@ -51,24 +67,22 @@ def test_every_problem_is_one_line_with_a_remedy_and_a_fault_is_exit_status_one(
     assert [topic for topic, line in lines.items() if line.startswith("bad")] == ["port"]
 
 
-def test_a_check_that_cannot_be_imported_is_a_finding_and_the_others_run(tmp_path):
-    names = {topic: doctor.CHECKS[topic] for topic in (*doctor.WAITING, "daemon")}
-    names |= {"device": "no_such_package:check", "engines": "no_such_package:f"}
-    findings = doctor.run_checks(Settings(home=tmp_path), measure=True, names=names)
-    for topic in ("device", "engines"):
-        finding = finding_about(topic, findings)
-        assert (finding.verdict, finding.found) == ("bad", "No module named 'no_such_package'")
-    assert finding_about("daemon", findings).verdict == "fine"
-
-
-def test_an_error_in_a_check_is_a_finding_and_the_others_run(tmp_path, monkeypatch):
+def test_a_check_that_fails_is_a_finding_and_the_others_run(tmp_path, monkeypatch):
     def fail(_):
         raise OSError("the disk failed")
 
-    names = {topic: doctor.CHECKS[topic] for topic in (*doctor.WAITING, "models", "engines")}
     monkeypatch.setattr(models, "Catalog", fail)
-    finding = finding_about("models", doctor.run_checks(Settings(home=tmp_path), names=names))
-    assert (finding.verdict, finding.found) == ("bad", "the disk failed")
+    names = {topic: doctor.CHECKS[topic] for topic in (*doctor.WAITING, "models", "daemon")}
+    names |= {"device": "no_such_package:check", "engines": "no_such_package:f"}
+    findings = doctor.run_checks(Settings(home=tmp_path), measure=True, names=names)
+    for topic, reason in (
+        ("device", "No module named 'no_such_package'"),
+        ("engines", "No module named 'no_such_package'"),
+        ("models", "the disk failed"),
+    ):
+        finding = finding_about(topic, findings)
+        assert (finding.verdict, finding.found) == ("bad", reason)
+    assert finding_about("daemon", findings).verdict == "fine"
 
 
 # What MLX computes with
@@ -86,16 +100,6 @@ def test_the_device_is_a_fault_if_mlx_cpu_has_replaced_the_library_for_gpus(monk
 # Python and the disk
 
 
-MOUNT = "mount -t tmpfs -o size=16m none {folder} && exec {python} -c '{script}'"
-CHECK_DISK = """
-import json
-from dataclasses import asdict
-from lmx_lab.doctor.machine import check_disk
-from lmx_lab.settings import Settings
-print(json.dumps([asdict(finding) for finding in check_disk(Settings.read())]))
-"""
-
-
 @pytest.mark.parametrize(
     ("version", "verdict"), [((3, 10, 14), "bad"), ((3, 11, 0), "fine"), ((3, 13, 9), "fine"), ((3, 15, 0), "note")]
 )
@@ -104,27 +108,12 @@ def test_a_python_version_that_is_not_tested_is_reported(version, verdict):
     assert summary(finding) == (verdict, verdict != "fine", verdict != "fine")
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="only root can mount a small disk")
 def test_a_disk_without_room_for_a_model_is_bad(tmp_path):
-    command = MOUNT.format(folder=tmp_path, python=sys.executable, script=CHECK_DISK)
-    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
-    if tried.returncode != 0:
-        pytest.skip("this container may not mount anything")
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", command],
-        capture_output=True, text=True, timeout=WAIT_S, env=environment(tmp_path), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (disk,) = json.loads(done.stdout)
-    assert disk["verdict"] == "bad"
-    assert disk["found"] == f"0.0 GB free for {tmp_path}"
-    assert "not even the smallest starter" in disk["means"]
-    assert "LMX_LAB_HOME" in disk["remedy"]
-
-
-def test_a_disk_reserve_that_leaves_no_room_for_a_model_is_bad(tmp_path):
     finding = finding_about("disk", check_disk(Settings(home=tmp_path, disk_reserve_bytes=2**50)))
     assert summary(finding) == EXPLAINED_FAULT
+    assert re.fullmatch(rf"[\d.]+ GB free for {tmp_path}", finding.found)
+    assert "not even the smallest starter" in finding.means
+    assert "LMX_LAB_HOME" in finding.remedy
 
 
 # The daemon's folder
@@ -183,24 +172,13 @@ def test_the_hub_is_not_contacted_if_the_environment_or_a_setting_forbids_it(tmp
     assert (summary(off), off.remedy) == (EXPLAINED_NOTE, "unset LMX_LAB_DOWNLOADS")
 
 
-class HubHandler(http.server.BaseHTTPRequestHandler):
-    """Answer with the status in the path of the request."""
-
-    def do_HEAD(self):
-        self.send_response(int(self.path.strip("/")))
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
-
-
-def test_a_hub_that_answers_is_reachable_and_a_gateway_error_is_a_problem():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{hub.server_port}"
-        problems = [find_connection_problem(f"{url}/{status}", 20.0) for status in (200, 401, 404, 502)]
-        assert problems == [None] * 3 + ["status 502"]
-        hub.shutdown()
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [("200 OK", None), ("401 No", None), ("404 No", None), ("502 Bad Gateway", "status 502")],
+)
+def test_a_hub_that_answers_is_reachable_and_a_gateway_error_is_a_problem(status, problem):
+    with answering(whole("", status=status)) as hub:
+        assert find_connection_problem(hub.url, 20.0) == problem
 
 
 def test_a_hub_that_does_not_answer_is_a_problem_after_the_timeout():
@@ -257,3 +235,99 @@ def test_a_lab_is_counted_however_its_home_is_spelled(spelling, tmp_path, monkey
     with serving(tmp_path, "--port", "0", before=("env", home)) as server:
         (finding,) = check_labs(Settings(home=tmp_path, port=server.port))
         assert finding.found.startswith(f"one lab is running, http://127.0.0.1:{server.port} ")
+
+
+# Kernels of notebooks and jupyter-server-proxy
+
+
+@pytest.fixture
+def kernel_file(tmp_path, monkeypatch):
+    """The kernel specification that Jupyter finds before all others."""
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    folder = tmp_path / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    return folder / "kernel.json"
+
+
+def specification(python):
+    return json.dumps({"argv": [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "P"})
+
+
+def test_a_kernel_of_another_python_without_lmx_lab_is_bad(tmp_path, kernel_file):
+    other = tmp_path / "other"
+    venv.create(other, with_pip=False)
+    kernel_file.write_text(specification(f"{other}/bin/python"))
+    (finding,) = check_kernel(Settings())
+    assert (finding.topic, summary(finding)) == ("kernel", EXPLAINED_FAULT)
+    assert f"new notebooks run {other}/bin/python" in finding.found
+    assert sys.executable in finding.found
+    assert "-m ipykernel install --user --name python3" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(specification("/no/such/python"), "starts /no/such/python, which does not run"), ("{}", "names no program")],
+)
+def test_a_kernel_that_cannot_start_is_bad(kernel_file, content, found):
+    kernel_file.write_text(content)
+    (finding,) = check_kernel(Settings())
+    assert (finding.topic, summary(finding)) == ("kernel", EXPLAINED_FAULT)
+    assert f"{kernel_file} {found}" in finding.found
+
+
+@pytest.mark.parametrize("python", ["python", sys.executable])
+def test_a_kernel_of_this_python_is_fine(kernel_file, python):
+    kernel_file.write_text(specification(python))
+    findings = [(each.topic, each.verdict) for each in check_kernel(Settings())]
+    assert findings == [("kernel", "fine"), ("ipykernel", "fine")]
+
+
+def test_an_ipykernel_that_is_too_old_is_bad(tmp_path, monkeypatch):
+    """Its metadata comes first on the path, before that of the installed version."""
+    old = tmp_path / "ipykernel-6.29.5.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: ipykernel\nVersion: 6.29.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finding = finding_about("ipykernel", check_kernel(Settings()))
+    assert summary(finding) == EXPLAINED_FAULT
+    assert "6.29.5" in finding.found
+    assert "-m pip install -U 'ipykernel>=7" in finding.remedy
+
+
+@contextlib.contextmanager
+def jupyter_server(folder, *, proxy):
+    """Run a real Jupyter server, which writes its address into ``JUPYTER_RUNTIME_DIR``."""
+    command = [
+        *(sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root", f"--ServerApp.root_dir={folder}"),
+        *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", "--ServerApp.terminals_enabled=False"),
+        f"--ServerApp.jpserver_extensions=jupyter_server_proxy={proxy}",
+        *("--ServerApp.jpserver_extensions=jupyterlab=False", "--ServerApp.jpserver_extensions=jupyter_lsp=False"),
+    ]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            pause = threading.Event()
+            while not list((folder / "runtime").glob(f"jpserver-{process.pid}.json")):
+                assert process.poll() is None, (folder / "log").read_text()
+                pause.wait(0.05)
+            (written,) = (folder / "runtime").glob(f"jpserver-{process.pid}.json")
+            until_listening(json.loads(written.read_text())["port"])
+            yield psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("proxy", [True, False])
+def test_a_running_jupyter_server_is_checked_for_the_proxy(tmp_path, monkeypatch, proxy):
+    for name in ("RUNTIME", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"JUPYTER_{name}_DIR", str(tmp_path / name.lower()))
+    with jupyter_server(tmp_path, proxy=proxy) as server:
+        (finding,) = check_proxy(Settings(), answer_s=WAIT_S)
+        assert f"(process {server.pid})" in finding.found
+        assert finding.verdict == ("fine" if proxy else "note")
+        if not proxy:
+            assert summary(finding) == EXPLAINED_NOTE, finding.found
+            assert f"{sys.executable} -m pip install jupyter-server-proxy" in finding.remedy
+            # On JupyterHub the lab cannot be reached without it.
+            monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/you/")
+            assert [each.verdict for each in check_proxy(Settings(), answer_s=WAIT_S)] == ["bad"]

@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.doctor import engines
 from lmx_lab.doctor.engines import check_copies, check_engines, describe_import_failure
-from lmx_lab.engine import registry
+from lmx_lab.engine import engines as engines_module
 from lmx_lab.engine import speeds as speeds_module
 from lmx_lab.engine.speeds import Speeds, conditions
 from lmx_lab.settings import Settings
@@ -106,7 +106,7 @@ def test_a_missing_system_library_is_bad_and_the_remedy_installs_it(home, tmp_pa
 
 
 def test_an_engine_that_is_not_installed_is_a_note(home, monkeypatch):
-    monkeypatch.setattr(registry, "is_installed", lambda: False)
+    monkeypatch.setattr(engines_module, "is_installed", lambda: False)
     (found,) = check_engines(Settings(home=home), measure=True)
     assert (found.topic, found.verdict) == ("llama.cpp", "note")
     assert "pip install 'lmx-lab[gguf]'" in found.text

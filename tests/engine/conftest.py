@@ -12,7 +12,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import LabError
 from lmx_lab.values.outputs import GenerationReport
-from tests.support.engines import TWO_SLOTS, mlx_thread, pin, until_idle
+from tests.support.engines import TWO_SLOTS, load_entry, mlx_thread, pin, until_idle
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def manager(shared, tiny):
 async def own_manager(no_shared_model, tiny):
     """A manager for one test, which may unload or break its model, or end its thread."""
     async with ModelManager(TWO_SLOTS) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         yield manager
 
 
@@ -61,7 +61,7 @@ def delivered_items(monkeypatch):
 def gate(monkeypatch):
     """An open gate. Each step of the engine computes one layer of texts."""
     from lmx_lab.engine.mlx.encoding import EncodingLoop
-    from lmx_lab.engine.mlx.state import MlxCore
+    from lmx_lab.engine.mlx.thread import MlxThread
 
     gate, advance = Gate(), EncodingLoop._advance
 
@@ -70,7 +70,7 @@ def gate(monkeypatch):
         advance(encoding, batch)
 
     monkeypatch.setattr(EncodingLoop, "_advance", wait_and_advance)
-    monkeypatch.setattr(MlxCore, "encode_s", 0)
+    monkeypatch.setattr(MlxThread, "encode_s", 0)
     yield gate
     gate.open()
 
@@ -125,23 +125,23 @@ class Shared:
 async def load_all(manager, main, *pinned):
     for entry in pinned:
         await pin(manager, entry)
-    await manager.load_entry(main)
+    await load_entry(manager, main)
 
 
 async def reset(manager):
     """Wait until no request is left, and drop the prefix cache."""
     async with asyncio.timeout(60):
         await until_idle(manager)
-    await mlx_thread(manager).call(lambda core: core.generating.shrink_prefixes(2**60))
+    await mlx_thread(manager).call(lambda thread: thread.free(2**60))
 
 
 async def loaded_models(manager):
-    return await mlx_thread(manager).call(lambda core: [weakref.ref(model) for _, model in core._in_memory()])
+    return await mlx_thread(manager).call(lambda thread: [weakref.ref(model) for model in thread.models])
 
 
 async def are_loaded(manager, models):
-    def are_same(core):
-        current = [model for _, model in core._in_memory()]
+    def are_same(thread):
+        current = list(thread.models)
         return len(current) == len(models) and all(
             model() is other for model, other in zip(models, current, strict=True)
         )

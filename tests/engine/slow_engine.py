@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.engine import Answer, ChatPrompt, GenerationRequest, ModelManager
-from lmx_lab.engine.echo.engine import EchoEngine
-from lmx_lab.engine.interface import EngineHost
-from lmx_lab.engine.model_control import ModelControl
+from lmx_lab.engine.echo.engine import EchoEngine, EchoRow
+from lmx_lab.engine.model import EngineHost, LoadedModel
 from lmx_lab.errors import LabError, ModelNotFoundError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.values.models import ECHO, Kind, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.weights import Catalog, Listing
 
 SETTINGS = Settings(slots=2, queue_limit=2, echo_tokens_per_s=1000, downloads=False)
@@ -52,30 +51,34 @@ class FakeCatalog(Catalog):
 class SlowEngine(EchoEngine):
     """An echo engine that records its loads, which wait while ``resume`` is not set."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, EngineHost())
+    def __init__(self, settings: Settings, host: EngineHost) -> None:
+        super().__init__(settings, host)
         self.resume = threading.Event()
         self.resume.set()
         self.specs: list[LoadSpec] = []
         self.failures: dict[str, LabError] = {}
         self.hangs = ""
 
-    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
+    async def lose(self, model: LoadedModel[Any], error: LabError, by_request: bool) -> None:
+        """End a model as if its process had ended. Called on the manager's loop."""
+        model.lost = error
+        await model.end(error)
+        self._host.lost(model, by_request)
+
+    async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadedModel[EchoRow]:
         self.specs.append(spec)
         while not self.resume.is_set() or entry.id == self.hangs:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if entry.id in self.failures:
             raise self.failures[entry.id]
-        return await super().load(entry, spec)
+        return await super().load(entry, spec, room_bytes=room_bytes)
 
 
 class Lab:
     """A manager, its engine and the progress that it reports."""
 
     def __init__(self, settings: Settings) -> None:
-        self.manager = ModelManager(settings, FakeCatalog(ONE, TWO, EMBEDDER))
-        self.engine = SlowEngine(settings)
-        self.manager._engines["echo"] = self.engine
+        self.manager = ModelManager(settings, FakeCatalog(ONE, TWO, EMBEDDER), engines={"echo": self._make_engine})
         self.progress: list[ModelEvent] = []
         self.manager.add_observer(self.progress.append)
 
@@ -83,10 +86,14 @@ class Lab:
     def stages(self) -> list[tuple[str, str]]:
         return [(step.model, step.stage) for step in self.progress]
 
+    def _make_engine(self, settings: Settings, host: EngineHost) -> SlowEngine:
+        return SlowEngine(settings, host)
+
     @property
-    def control(self) -> ModelControl:
-        assert self.manager._control is not None
-        return self.manager._control
+    def engine(self) -> SlowEngine:
+        engine = self.manager.engine("echo")
+        assert isinstance(engine, SlowEngine)
+        return engine
 
 
 @contextlib.asynccontextmanager

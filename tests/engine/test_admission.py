@@ -25,48 +25,26 @@ def test_requests_are_accepted_up_to_the_limit():
     assert admission.active == 2
 
 
-def test_the_answers_to_one_request_are_accepted_all_or_none():
-    admission = AdmissionControl("tiny", limit=3)
-    with pytest.raises(QueueFullError):
-        admission.admit(4)
-    assert admission.active == 0
-    assert len(admission.admit(3)) == 3
-
-
-def test_a_permit_is_released_once_however_often_its_request_ends():
-    admission = AdmissionControl("tiny", limit=2)
-    first, second = admission.admit(2)
-    first.release()
-    first.release()
-    assert admission.active == 1
-    second.release()
-    assert admission.active == 0
-
-
-def test_the_end_of_the_last_request_is_reported():
+def test_a_permit_is_released_once_however_often_its_request_ends_and_the_last_end_is_reported():
     reports = []
     admission = AdmissionControl("tiny", limit=2, on_idle=lambda: reports.append(admission.active))
     first, second = admission.admit(2)
     first.release()
-    assert reports == []
+    first.release()
+    assert (admission.active, reports) == (1, [])
     second.release()
-    assert reports == [0]
+    assert (admission.active, reports) == (0, [0])
 
 
-def test_a_closed_model_accepts_no_requests_until_it_is_reopened():
+def test_a_closed_model_accepts_no_requests_and_its_accepted_ones_are_queued_unless_it_was_closed_with_an_error():
     admission = AdmissionControl("tiny", limit=2)
+    (permit,) = admission.admit(1)
     admission.close(None)
     with pytest.raises(NotLoadedError, match="tiny is being unloaded"):
         admission.admit(1)
+    permit.check()
     admission.reopen()
     admission.admit(1)
-
-
-def test_accepted_requests_may_still_be_queued_unless_the_model_was_closed_with_an_error():
-    admission = AdmissionControl("tiny", limit=2)
-    (permit,) = admission.admit(1)
-    permit.check()
-    admission.close(None)
     permit.check()
     admission.close(NotLoadedError("the model was unloaded"))
     with pytest.raises(NotLoadedError, match="the model was unloaded"):

@@ -11,7 +11,7 @@ from lmx_lab.engine import ModelManager, Sampling
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import fail_next_step, finish, numbers, request, run, until_idle
+from tests.support.engines import fail_next_step, finish, load_entry, numbers, request, run, until_idle
 
 pytestmark = pytest.mark.long
 
@@ -32,9 +32,9 @@ async def perform_actions(manager, models, actions, random):
             if action in ("submit", "score"):
                 streams.append(await manager.submit(submitted))
             elif action == "many":
-                streams += await manager.submit_all(submitted, choices=3)
+                streams += await manager.generate(submitted, choices=3)
             elif action == "load":
-                await manager.load_entry(random.choice(models), finish_queued=random.choice([True, False]))
+                await load_entry(manager, random.choice(models), finish_queued=random.choice([True, False]))
         except LabError:
             continue
         if action == "step":
@@ -56,7 +56,7 @@ def test_every_request_ends_exactly_once(tiny, tiny_home, ends, actions, random)
         ends.clear()
         models = [tiny, Catalog(Settings(home=tiny_home)).resolve("tiny-two")]
         async with ModelManager(Settings(slots=2, queue_limit=3, drain_s=0.2)) as manager:
-            await manager.load_entry(tiny)
+            await load_entry(manager, tiny)
             streams = await perform_actions(manager, models, actions, random)
             for stream in streams:
                 try:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.engine.loads import LOAD_BASE_S, LoadOperation, UnloadOperation, load_limit_s, same_options
-from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
+from lmx_lab.errors import EngineDeadError, InvalidRequestError, LabError, ModelBusyError, NotLoadedError
 from lmx_lab.values.models import LoadReport, LoadSpec, Unloading
-from tests.engine.slow_engine import SETTINGS, answer, request, running, start_answer
+from tests.engine.slow_engine import ONE, SETTINGS, TWO, answer, request, running, start_answer
+from tests.support.engines import finish, load_entry
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -135,9 +136,9 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it():
         with pytest.raises(InvalidRequestError, match="two is not loaded, one is"):
             await lab.manager.unload("two")
         joined = [asyncio.create_task(lab.manager.unload(*name, wait=True)) for name in ((), ("one",))]
-        await auntil(lambda: reported(lab)[-1] == ("one", 2, False))
+        await auntil(lambda: reported(lab)[-1:] == [("one", 2, False)])
         await first.aclose()
-        await auntil(lambda: reported(lab)[-1] == ("one", 1, False))
+        await auntil(lambda: reported(lab)[-1:] == [("one", 1, False)])
         stopping = asyncio.create_task(lab.manager.unload(wait=False))
         error = await end_of(second)
         assert error.message == (
@@ -196,8 +197,33 @@ async def test_an_unload_continues_after_its_callers_were_cancelled():
         with pytest.raises(asyncio.CancelledError):
             await unload
         assert lab.manager.snapshot.unloading is not None
+        load = asyncio.create_task(lab.manager.load(LoadSpec(model="two"), if_busy="wait"))
         await stream.aclose()
-        await auntil(lambda: lab.stages[-1] == ("one", "unloaded"))
+        assert (await load).model == "two"
+        assert lab.stages[-3:] == [("one", "unloaded"), ("two", "load"), ("two", "loaded")]
+
+
+@pytest.mark.parametrize("finish_queued", [False, True])
+async def test_a_load_waits_for_running_requests_and_for_queued_ones_if_this_is_requested(finish_queued):
+    async with running(PATIENT) as lab:
+        await load_entry(lab.manager, ONE)
+        streams = [await lab.manager.submit(request(tokens=200)) for _ in range(4)]
+        load = asyncio.create_task(load_entry(lab.manager, TWO, finish_queued=finish_queued))
+        reports = await asyncio.gather(*map(finish, streams), return_exceptions=True)
+        assert (await load).model == "two"
+        ended = [each[1].output_tokens if isinstance(each, tuple) else each.message for each in reports]
+        refusal = "the model was replaced by two before this request started"
+        assert ended[:2] == [200] * 2
+        assert ended[2:] == [200] * 2 if finish_queued else all(refusal in each for each in ended[2:])
+
+
+async def test_a_load_that_waits_for_queued_requests_waits_no_longer_than_drain_s():
+    async with running(replace(SETTINGS, drain_s=0.05)) as lab:
+        await load_entry(lab.manager, ONE)
+        streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(3)]
+        await load_entry(lab.manager, TWO, finish_queued=True)
+        for stream in streams:
+            assert "the model was replaced by two" in (await end_of(stream)).message
 
 
 async def test_the_model_that_a_load_replaces_is_unloading_and_can_be_stopped_by_its_name():
@@ -223,7 +249,7 @@ async def test_a_model_stays_if_the_load_that_waits_for_its_answers_is_cancelled
         stream = await start_answer(lab)
         load = await start_unload(lab, lab.manager.load(LoadSpec(model="two")))
         waiting = asyncio.create_task(lab.manager.unload("one", wait=True))
-        await auntil(lambda: reported(lab)[-1] == ("one", 1, False))
+        await auntil(lambda: reported(lab)[-1:] == [("one", 1, False)])
         if by_name:
             await lab.manager.cancel_load("two")
         else:
@@ -272,12 +298,22 @@ async def test_stopping_the_server_ends_an_unload_without_a_time_limit():
         assert await unload > 0
 
 
+async def test_quiescing_ends_requests_that_take_too_long_and_keeps_the_model():
+    async with running() as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        stream = await start_answer(lab)
+        await lab.manager.quiesce(0.01)
+        assert "the server was stopped before this request ended" in (await end_of(stream)).message
+        assert await answer(lab) == "one"
+
+
 async def test_an_unload_ends_if_its_engine_dies():
     async with running(PATIENT) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         stream = await start_answer(lab)
         unload = await start_unload(lab, lab.manager.unload(wait=True))
-        await asyncio.to_thread(lab.engine.stop)
+        dead, main = EngineDeadError("the process has died"), lab.manager.main
+        await lab.manager._run(lambda: lab.engine.lose(main, dead, by_request=False))
         with pytest.raises(LabError):
             async for _ in stream:
                 pass

@@ -1,7 +1,9 @@
 """The manager loads and unloads models for callers on all threads, and submits requests to the model that answers."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,8 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.values.models import LoadSpec
-from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, TWO, answer, request, running, start_answer
+from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, TWO, FakeCatalog, answer, request, running, start_answer
+from tests.support.engines import load_entry
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -96,7 +99,7 @@ async def test_a_loaded_model_is_loaded_again_only_with_other_options(lab):
 async def test_an_engine_that_does_not_run_the_format_is_refused_before_anything_is_unloaded(lab, tiny):
     await lab.manager.load(LoadSpec(model="one"))
     with pytest.raises(UnusableModelError, match=r"tiny has the format mlx, which runs on mlx and not on llama\.cpp"):
-        await lab.manager.load_entry(tiny, LoadSpec(model="tiny", engine="llama.cpp"))
+        await load_entry(lab.manager, tiny, LoadSpec(model="tiny", engine="llama.cpp"))
     assert await answer(lab) == "one"
 
 
@@ -175,12 +178,12 @@ async def test_a_load_that_takes_too_long_fails_and_the_previous_model_is_loaded
 async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab, monkeypatch):
     searching, resume = threading.Event(), threading.Event()
 
-    def find_formats(name, **_):
+    def find_formats(catalog, name, **_):
         searching.set()
         resume.wait(WAIT_S)
         return [ONE]
 
-    monkeypatch.setattr(lab.manager._finder._catalog, "find_formats", find_formats)
+    monkeypatch.setattr(FakeCatalog, "find_formats", find_formats)
     load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
     await asyncio.to_thread(searching.wait, WAIT_S)
     await lab.manager.cancel_load("one")
@@ -326,11 +329,31 @@ async def test_an_idle_model_is_unloaded_and_this_is_reported():
 async def test_each_request_starts_the_idle_time_again():
     async with running(replace(SETTINGS, idle_unload_s=600)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
-        before = lab.control._idle_timer
+        before = lab.manager._idle_timer
         assert before is not None
         await asyncio.sleep(0.01)
         await answer(lab)
-        await auntil(lambda: lab.control._idle_timer is not None and lab.control._idle_timer.when() > before.when())
+        await auntil(lambda: lab.manager._idle_timer is not None and lab.manager._idle_timer.when() > before.when())
+
+
+async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unload_s():
+    async with running(replace(SETTINGS, idle_unload_s=0.05)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        async with await lab.manager.submit(request(tokens=300)) as stream:
+            async for _ in stream:
+                assert lab.manager.snapshot.model == "one"
+        assert stream.report.output_tokens == 300
+        await auntil(lambda: lab.manager.snapshot.idle_model == "one")
+
+
+async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory():
+    async with running(replace(SETTINGS, idle_unload_s=0.2)) as lab, asyncio.timeout(WAIT_S):
+        await lab.manager.load(LoadSpec(model="embedder", pin="embedding"))
+        await lab.manager.load(LoadSpec(model="one"))
+        while lab.manager.snapshot.model is not None:
+            await lab.manager.embed(EmbeddingRequest(inputs=("text",)))
+        assert lab.manager.snapshot.unload_cause == "idle"
+        assert [model.entry.id for model in lab.manager.snapshot.pinned] == ["embedder"]
 
 
 async def test_in_swap_mode_a_request_loads_an_idle_model_again():
@@ -343,17 +366,8 @@ async def test_in_swap_mode_a_request_loads_an_idle_model_again():
 # The model that answers
 
 
-async def test_a_request_for_a_loaded_model_does_not_use_the_control_loop(monkeypatch):
-    async with running(replace(SETTINGS, swap=True)) as lab:
-        await lab.manager.load(LoadSpec(model="one"))
-        with monkeypatch.context() as patched:
-            patched.setattr(lab.manager, "_run", None)
-            assert await answer(lab) == "one"
-            assert await answer(lab, "one") == "one"
-
-
 async def test_the_path_of_a_loaded_model_is_a_name_on_this_machine_only(lab):
-    await lab.manager.load_entry(replace(ONE, path=Path("/models/one")))
+    await load_entry(lab.manager, replace(ONE, path=Path("/models/one")))
     async with await lab.manager.submit(replace(request("/models/one"), caller=Caller(local=True))) as stream:
         assert stream.model == "one"
     with pytest.raises(ModelNotFoundError, match="by id, not by path"):
@@ -378,6 +392,32 @@ async def test_texts_without_an_embedding_model_are_refused_with_the_models_on_d
         await lab.manager.embed(EmbeddingRequest(inputs=("text",), model="one"))
     with pytest.raises(NotLoadedError, match=r"no reranker or embedding model is in memory.*: embedder"):
         await lab.manager.rerank(RerankRequest(query="a", documents=("b",)))
+    for empty in (
+        lab.manager.embed(EmbeddingRequest(inputs=())),
+        lab.manager.rerank(RerankRequest(query="a", documents=())),
+    ):
+        with pytest.raises(InvalidRequestError, match="no texts"):
+            await empty
+
+
+async def test_a_model_beside_the_main_one_has_its_own_kind_and_stays(lab):
+    with pytest.raises(UnusableModelError, match="one is a chat model; only embedding models and rerankers can"):
+        await load_entry(lab.manager, ONE, LoadSpec(model="one", pin="embedding"))
+    await lab.manager.load(LoadSpec(model="embedder", pin="embedding"))
+    await lab.manager.load(LoadSpec(model="one"))
+    lab.engine.failures["other"] = UnusableModelError("other is broken")
+    with pytest.raises(UnusableModelError, match="other is broken"):
+        await load_entry(
+            lab.manager, replace(EMBEDDER, id="other", path=Path("other")), LoadSpec(model="other", pin="embedding")
+        )
+    assert [model.entry.id for model in lab.manager.models] == ["embedder", "one"]
+    with pytest.raises(InvalidRequestError, match="embedder is an embedding model; this needs a chat model"):
+        await lab.manager.submit(request("embedder"))
+    with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'other'.*: embedder is loaded"):
+        await lab.manager.embed(EmbeddingRequest(inputs=("text",), model="other"))
+    await lab.manager.load(LoadSpec(model="embedder"))
+    with pytest.raises(NotLoadedError, match="embedder is an embedding model and does not chat"):
+        await answer(lab)
 
 
 async def test_in_swap_mode_requests_load_their_models():
@@ -420,10 +460,23 @@ async def test_a_cancelled_request_in_swap_mode_leaves_its_turn_to_the_next_one(
         waiting = asyncio.create_task(answer(lab, "one"))
         lab.engine.resume.set()
         assert await waiting == "one"
-        await auntil(lambda: not lab.control.swaps)
+        assert await answer(lab, "two") == "two"
 
 
 # The queue
+
+
+async def test_the_answers_of_one_request_are_accepted_all_or_none(lab):
+    await lab.manager.load(LoadSpec(model="one"))
+    streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(3)]
+    with pytest.raises(QueueFullError):
+        await lab.manager.generate(request(), 2)
+    assert (lab.manager.snapshot.active_requests, lab.manager.snapshot.queued_requests) == (2, 1)
+    with pytest.raises(InvalidRequestError, match=r"n is 5; this server takes 4") as refused:
+        await lab.manager.generate(request(), 5)
+    assert refused.value.param == "n"
+    for stream in streams:
+        await stream.aclose()
 
 
 async def test_the_queue_limit_holds_for_all_event_loops_together(lab):
@@ -443,22 +496,18 @@ async def test_the_queue_limit_holds_for_all_event_loops_together(lab):
     assert await on_another_loop(submit_two()) == "queue-full"
     for stream in streams:
         await stream.aclose()
-    await auntil(lambda: lab.manager.residents.main.admission.active == 0)
+    await auntil(lambda: lab.manager.main.admission.active == 0)
     assert await answer(lab) == "one"
 
 
-async def test_the_error_of_a_full_queue_estimates_when_a_slot_of_its_own_model_is_free():
-    """The main model computes an answer of 80 s, which do not matter for a pinned model."""
+async def test_the_error_of_a_full_queue_estimates_when_a_slot_is_free():
     async with running(replace(SETTINGS, slots=1, queue_limit=0, echo_tokens_per_s=100)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
         async with await lab.manager.submit(request(tokens=8000)) as stream:
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:
                 await lab.manager.submit(request())
-            main = lab.manager.residents.main
-            pinned = replace(main, entry=EMBEDDER, spec=LoadSpec(model="embedder", pin="embedding"))
         assert refused.value.retry_after_s == pytest.approx(80, abs=20)
-        assert pinned.slot_free_s == 1
 
 
 async def test_a_patient_request_waits_for_room_in_the_queue(lab):
@@ -471,3 +520,174 @@ async def test_a_patient_request_waits_for_room_in_the_queue(lab):
         await stream.aclose()
     stream = await asyncio.wait_for(patient, WAIT_S)
     await stream.aclose()
+
+
+# An encoder that is pinned and the main model, and models that are lost
+
+PIN = LoadSpec(model="embedder", pin="embedding")
+TEXT = EmbeddingRequest(inputs=("hello",))
+
+
+async def load_twice(lab):
+    """Load the embedder as the main model, and pin it."""
+    await load_entry(lab.manager, EMBEDDER)
+    await load_entry(lab.manager, EMBEDDER, PIN)
+    assert len(lab.manager.models) == 1
+
+
+async def lose(lab, model, *, by_request=False):
+    await lab.manager._run(lambda: lab.engine.lose(model, EngineDeadError("the process has died"), by_request))
+
+
+async def test_a_pinned_model_answers_after_it_was_unloaded_as_the_idle_main_model():
+    async with running(replace(SETTINGS, idle_unload_s=0.05)) as lab:
+        await load_twice(lab)
+        await auntil(lambda: ("embedder", "unloaded") in lab.stages)
+        assert lab.manager.snapshot.model is None
+        assert (await lab.manager.embed(TEXT)).report.texts == 1
+
+
+async def test_a_model_that_is_pinned_while_its_unload_waits_for_answers_stays():
+    async with running(replace(SETTINGS, echo_tokens_per_s=100)) as lab:
+        await load_entry(lab.manager, EMBEDDER)
+        embedding = asyncio.create_task(lab.manager.embed(EmbeddingRequest(inputs=("word " * 20,))))
+        await auntil(lambda: lab.manager.snapshot.encode_requests)
+        unloading = asyncio.create_task(lab.manager.unload(wait=True))
+        await auntil(lambda: lab.manager.snapshot.unloading is not None)
+        await load_entry(lab.manager, EMBEDDER, PIN)
+        assert (await embedding).report.texts == 1
+        assert await unloading == 0
+        assert [pinned.entry.id for pinned in lab.manager.snapshot.pinned] == ["embedder"]
+        assert (await lab.manager.embed(TEXT)).report.texts == 1
+
+
+async def test_a_lost_model_with_both_roles_is_loaded_again_for_both(lab):
+    await load_entry(lab.manager, EMBEDDER, PIN)
+    await load_entry(lab.manager, EMBEDDER)
+    model = lab.manager.main
+    await lose(lab, model, by_request=True)
+    await auntil(lambda: lab.manager.snapshot.model == "embedder" and lab.manager.snapshot.pinned)
+    assert model not in lab.manager.models
+
+
+async def test_the_memory_of_a_pinned_model_is_free_for_the_load_that_uses_it(lab, monkeypatch):
+    rooms, check = [], lab.engine.check
+
+    async def check_room(entry, spec, *, room_bytes):
+        rooms.append(lab.engine.memory.limit - room_bytes)
+        await check(entry, spec, room_bytes=room_bytes)
+
+    monkeypatch.setattr(lab.engine, "check", check_room)
+    await load_entry(lab.manager, EMBEDDER, PIN)
+    await load_entry(lab.manager, EMBEDDER)
+    await load_entry(lab.manager, ONE)
+    assert rooms == [0, 0, lab.manager.snapshot.pinned[0].memory_bytes]
+
+
+async def test_a_model_that_is_lost_during_its_load_is_an_error_of_the_load(lab, monkeypatch):
+    load = lab.engine.load
+
+    async def lose_at_once(entry, spec, *, room_bytes):
+        model = await load(entry, spec, room_bytes=room_bytes)
+        await lab.engine.lose(model, EngineDeadError("the process has died"), by_request=False)
+        return model
+
+    monkeypatch.setattr(lab.engine, "load", lose_at_once)
+    for spec in (PIN, LoadSpec(model="embedder")):
+        with pytest.raises(EngineDeadError, match="the process has died"):
+            await load_entry(lab.manager, EMBEDDER, spec)
+    assert lab.manager.models == []
+
+
+async def test_counts_of_tokens_never_decrease(lab):
+    await load_entry(lab.manager, ONE)
+    await answer(lab)
+    counts = [lab.manager.snapshot.totals.output_tokens]
+    await load_entry(lab.manager, TWO)
+    counts.append(lab.manager.snapshot.totals.output_tokens)
+    await answer(lab)
+    counts.append(lab.manager.snapshot.totals.output_tokens)
+    await lose(lab, lab.manager.main)
+    counts.append(lab.manager.snapshot.totals.output_tokens)
+    assert counts == [5, 5, 10, 10]
+
+
+# Stops
+
+
+async def test_a_pin_is_refused_while_another_manager_has_the_room(lab):
+    await load_entry(lab.manager, ONE)
+    await lab.manager.make_room("other", limit_s=1)
+    with pytest.raises(ModelBusyError, match="other is being loaded"):
+        await load_entry(lab.manager, EMBEDDER, PIN)
+    assert await lab.manager.take_back() == "one"
+
+
+async def test_a_stop_ends_the_load_of_a_lost_pinned_model():
+    async with running() as lab:
+        await load_entry(lab.manager, EMBEDDER, PIN)
+        lab.engine.resume.clear()
+        await lose(lab, lab.manager.models[0])
+        await auntil(lambda: len(lab.engine.specs) == 2)
+        await asyncio.wait_for(asyncio.to_thread(lab.manager.stop), 10)
+        assert lab.manager.models == []
+
+
+async def test_a_stop_loads_no_model_for_a_request_that_waits_for_its_turn():
+    async with running(replace(SETTINGS, swap=True)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        lab.engine.resume.clear()
+        waiting = [asyncio.create_task(answer(lab, name)) for name in ("two", "two")]
+        await auntil(lambda: len(lab.engine.specs) == 2)
+        await asyncio.wait_for(asyncio.to_thread(lab.manager.stop), 10)
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDeadError] * 2
+        assert len(lab.engine.specs) == 2
+
+
+async def test_a_start_waits_for_the_end_of_a_stop():
+    async with running() as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        await start_answer(lab)
+        stopping = asyncio.create_task(asyncio.to_thread(lab.manager.stop))
+        await asyncio.to_thread(lab.manager.start)
+        await stopping
+        await asyncio.to_thread(lab.manager.start)
+        assert (await lab.manager.load(LoadSpec(model="one"))).model == "one"
+        assert await answer(lab) == "one"
+
+
+async def test_an_observer_may_stop_the_manager():
+    async with running() as lab:
+        lab.manager.add_observer(lambda event: lab.manager.stop() if event.stage == "loaded" else None)
+        loading = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+        await asyncio.wait([loading], timeout=10)
+        assert loading.done()
+        assert not lab.manager.alive
+
+
+async def test_tokens_are_decoded_by_the_model_of_an_answer_while_it_is_being_unloaded(lab):
+    await lab.manager.load(LoadSpec(model="one"))
+    stream = await start_answer(lab)
+    unloading = asyncio.create_task(lab.manager.unload(wait=True))
+    await auntil(lambda: lab.manager.snapshot.unloading is not None)
+    assert await lab.manager.decode(stream, [16 + ord("a")]) == "a"
+    await stream.aclose()
+    await unloading
+    with pytest.raises(NotLoadedError, match="one has been unloaded"):
+        await lab.manager.decode(stream, [16 + ord("a")])
+
+
+async def test_a_refused_request_is_released_without_a_collection_of_cycles(lab):
+    await load_entry(lab.manager, EMBEDDER)
+    gc.collect()
+    gc.disable()
+    try:
+        refused = EmbeddingRequest(inputs=((-1,),))
+        kept = weakref.ref(refused)
+        with pytest.raises(InvalidRequestError) as caught:
+            await lab.manager.embed(refused)
+        del refused, caught
+        await auntil(lambda: kept() is None)
+    finally:
+        gc.enable()

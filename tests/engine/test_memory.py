@@ -162,39 +162,30 @@ def test_models_get_80_percent_of_the_limit_of_a_hub(monkeypatch):
     assert mlx_memory.limit_bytes(5) == 5
 
 
-@pytest.fixture
-def small_group():
-    """A real group within the group of this process, and its limit."""
+@pytest.mark.long
+def test_a_process_in_a_real_group_reads_the_limit_of_the_group():
     paths = [line.split(":", 2) for line in MEMBERSHIP.read_text().splitlines()] if MEMBERSHIP.exists() else []
     own = next((path for _, controllers, path in paths if controllers == "memory"), None)
-    parent = CGROUPS / "memory" / (own or "").lstrip("/")
+    if own is None:
+        pytest.skip("this machine does not use control groups of version 1")
     try:
-        if own is None:
-            raise OSError("this machine does not use control groups of version 1")
-        group = Path(tempfile.mkdtemp(prefix="lmx-lab-", dir=parent))
+        group = Path(tempfile.mkdtemp(prefix="lmx-lab-", dir=CGROUPS / "memory" / own.lstrip("/")))
     except OSError as error:
         pytest.skip(f"no control group can be made: {error}")
-    try:
-        limit = 600 * MIB
-        (group / "memory.limit_in_bytes").write_text(str(limit))
-        yield group, limit
-    finally:
-        group.rmdir()
-
-
-@pytest.mark.long
-def test_a_process_in_a_real_group_reads_the_limit_of_the_group(small_group):
-    group, limit = small_group
-    join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    limit, join = 600 * MIB, f'echo $$ > {group}/cgroup.procs && exec "$@"'
     program = """
 import json
 from lmx_lab.engine import memory
 from lmx_lab.engine.mlx import memory as mlx_memory
 print(json.dumps([mlx_memory.total_bytes(), mlx_memory.limit_bytes(None), memory.free_bytes()]))
 """
-    asked = subprocess.run(
-        ["sh", "-c", join, "sh", sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        asked = subprocess.run(
+            ["sh", "-c", join, "sh", sys.executable, "-c", program], capture_output=True, text=True, check=False
+        )
+    finally:
+        group.rmdir()
     assert asked.returncode == 0, asked.stderr
     total, allowed, free = json.loads(asked.stdout)
     assert total == limit < psutil.virtual_memory().total

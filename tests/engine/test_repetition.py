@@ -8,7 +8,7 @@ import pytest
 from lmx_lab.engine import ChatPrompt, GenerationRequest, ModelManager, Sampling, TextPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
-from tests.support.engines import entry_of, finish_with_logprobs
+from tests.support.engines import entry_of, finish_with_logprobs, load_entry
 
 pytestmark = pytest.mark.anyio
 # Topics of prompts of different lengths, one for each slot.
@@ -19,7 +19,7 @@ TOPICS += ("the invention of paper", "bread", "two brothers", "a lost letter")
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
 async def manager(request, smollm2, smollm2_gguf):
     async with ModelManager(Settings(queue_limit=100)) as manager:
-        await manager.load_entry(smollm2 if request.param == "mlx" else entry_of(smollm2_gguf, smollm2.id))
+        await load_entry(manager, smollm2 if request.param == "mlx" else entry_of(smollm2_gguf, smollm2.id))
         yield manager
 
 
@@ -67,7 +67,7 @@ async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministi
     ]
     entry = entry_of(smollm2_gguf, smollm2.id)
     async with ModelManager(Settings(queue_limit=100)) as manager:
-        await manager.load_entry(entry, LoadSpec(model=smollm2.id, deterministic=True))
+        await load_entry(manager, entry, LoadSpec(model=smollm2.id, deterministic=True))
         assert not manager.fingerprint.endswith("-batch-dependent")
         parallel = await asyncio.gather(*(answer(manager, each) for each in requests))
         cached = [await answer(manager, each) for each in requests]

@@ -215,24 +215,14 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(slots, pre
 # When a slot becomes free
 
 
-def test_a_slot_is_expected_after_the_mean_time_that_requests_hold_theirs():
+def test_a_slot_is_free_after_the_mean_time_or_that_of_a_longer_request_or_its_limit():
     times = SlotTimes()
     assert times.free_in_s(running=2, oldest_s=5.0) == 1.0
+    assert times.free_in_s(running=1, oldest_s=0.0, at_most_s=7.0) == 7.0
     times.add(10.0)
     assert times.free_in_s(running=2, oldest_s=3.0) == 5.0
-    times.add(20.0)
-    assert times.free_in_s(running=1, oldest_s=3.0) == 12.0
-
-
-def test_a_request_that_runs_longer_than_the_mean_counts_with_its_own_time():
-    times = SlotTimes()
-    times.add(10.0)
     assert times.free_in_s(running=1, oldest_s=30.0) == 30.0
-
-
-def test_a_slot_is_free_at_the_latest_when_a_request_reaches_its_limit():
-    times = SlotTimes()
-    assert times.free_in_s(running=1, oldest_s=0.0, at_most_s=7.0) == 7.0
-    times.add(10.0)
     assert times.free_in_s(running=1, oldest_s=0.0, at_most_s=7.0) == 7.0
     assert times.free_in_s(running=1, oldest_s=0.0, at_most_s=0.1) == 1.0
+    times.add(20.0)
+    assert times.free_in_s(running=1, oldest_s=3.0) == 12.0

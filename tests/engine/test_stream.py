@@ -42,11 +42,13 @@ async def test_a_complete_answer_is_reported_once():
     assert watched.cancelled == 0
 
 
-async def test_tool_calls_are_a_separate_outcome():
+@pytest.mark.parametrize("finish", ["stop", "tool_calls"])
+@pytest.mark.parametrize("end", [Answer.read, Answer.aclose])
+async def test_an_answer_that_was_complete_is_reported_with_its_reason_also_when_it_is_closed(finish, end):
     watched = Watched()
-    watched.mailbox.deliver(report(finish="tool_calls"))
-    await watched.answer.read()
-    assert watched.ends == [("tool_calls", None, 0)]
+    watched.mailbox.deliver(report(finish=finish))
+    await end(watched.answer)
+    assert watched.ends == [(finish, None, 0)]
 
 
 async def test_all_deltas_are_merged_and_kept_if_this_is_wanted():
@@ -100,13 +102,6 @@ async def test_an_answer_that_is_deleted_or_closed_on_another_thread_is_reported
     await asyncio.sleep(0)
     assert watched.ends == [("cancelled", None, 0)]
     assert watched.cancelled == 1
-
-
-async def test_an_answer_that_was_complete_when_it_was_closed_is_reported_as_complete():
-    watched = Watched()
-    watched.mailbox.deliver(report())
-    await watched.answer.aclose()
-    assert watched.ends == [("stop", None, 0)]
 
 
 async def test_a_cancelled_wait_for_a_delta_does_not_end_the_answer():

@@ -124,7 +124,6 @@ class Model:
     loaded: str | None = "a"
     busy: bool = False
     changing: bool = False
-    changes: int = 0
     share_s: float = 2.0
     queue: SwapQueue = field(init=False)
 
@@ -134,12 +133,8 @@ class Model:
             loaded=lambda: self.loaded,
             is_busy=lambda: self.busy,
             is_changing=lambda: self.changing,
-            on_change=self.count,
             share_s=self.share_s,
         )
-
-    def count(self):
-        self.changes += 1
 
     async def take(self, model, **options):
         """Wait for a turn, and load the model."""
@@ -210,11 +205,3 @@ async def test_the_number_of_waiting_requests_is_limited():
         model.queue.ticket("b", limited=True)
     assert refused.value.retry_after_s == 7.0
     model.queue.ticket("b", limited=False)
-
-
-async def test_changes_of_the_queue_are_reported():
-    model = Model()
-    ticket = await model.take("a")
-    assert model.changes == 1
-    model.queue.leave(ticket)
-    assert model.changes == 2

@@ -8,9 +8,10 @@ import platform
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.engine.mlx.model import load_chat
+from lmx_lab.engine.mlx.load import load_chat
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+from tests.support.engines import request
 from tests.support.models import load, texts_of, write_tiny_llama, write_tiny_qwen3
 from tests.support.waiting import until
 
@@ -61,8 +62,8 @@ def test_an_unloaded_chat_model_leaves_no_cached_words(tmp_path, smollm2):
     tiny = Catalog(Settings()).resolve(str(tmp_path / "tiny"))
 
     def use():
-        model = load_chat(tiny, limit_bytes=2**40)
-        encoding = model.prompts.encode(WORDS, special=True, param="prompt")
+        _, tokenizer = load_chat(tiny, limit_bytes=2**40)
+        encoding = tokenizer.encode(request(), WORDS, special=True, param="prompt")
         assert len(asyncio.run(encoding)) > 10_000
 
     check_leaks(use)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,14 +156,3 @@ def test_a_log_of_inspect_needs_a_new_file_of_its_kind(tmp_path):
     (tmp_path / "a.eval").touch()
     with pytest.raises(InvalidRequestError, match="exists already"):
         Evaluation(FACTS, ROWS).to_inspect(tmp_path / "a.eval")
-
-
-@pytest.mark.parametrize(
-    ("method", "module", "package"),
-    [("mlflow", "mlflow", "mlflow"), ("wandb", "wandb", "wandb"), ("inspect", "inspect_ai.log", "inspect-ai")],
-)
-def test_a_missing_package_is_named(method, module, package, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    arguments = [tmp_path / "a.eval"] if method == "inspect" else []
-    with pytest.raises(ImportError, match=f"pip install {package}"):
-        getattr(Evaluation(FACTS, ROWS), f"to_{method}")(*arguments)

@@ -17,7 +17,7 @@ from lmx_lab.errors import GenerationTimeoutError
 from lmx_lab.settings import Settings
 from lmx_lab.wire.sessions import CreateSession, Decision
 from tests.support.daemons import ASKS, check_log, daemon
-from tests.support.engines import entry_of, finish, request, run
+from tests.support.engines import entry_of, finish, load_entry, request, run
 from tests.support.model_server import Scripted, calls, says
 from tests.support.waiting import auntil
 
@@ -44,7 +44,7 @@ def longs(tmp_path, tiny, long_gguf):
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
 async def test_deadlines_and_idle_timeouts_do_not_depend_on_the_wall_clock(longs, made_for):
     async with ModelManager(replace(SETTINGS, idle_unload_s=0.4)) as manager:
-        await manager.load_entry(longs[made_for])
+        await load_entry(manager, longs[made_for])
         assert (await run(manager))[1].output_tokens == 8
         begun = time.perf_counter()
         stream = await manager.submit(request(max_tokens=480, ignore_eos=True, timeout_s=0.05))

@@ -17,15 +17,26 @@ from lmx_lab.engine import AnswerFormat, ModelManager
 from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
-from lmx_lab.engine.llama_cpp.model import HostedModel
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
+from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.mlx import batch, memory
-from lmx_lab.engine.mlx.model import AnswerText, PromptTokenizer
+from lmx_lab.engine.mlx import tokenizer as mlx_tokenizer
 from lmx_lab.engine.mlx.sampling import RandomSampler
+from lmx_lab.engine.mlx.tokenizer import MlxTokenizer
 from lmx_lab.errors import EngineError
 from lmx_lab.settings import Settings
 from tests.support.asking import CHAT_WAIT_S, refused
-from tests.support.engines import fail_next_step, finish, mlx_thread, numbers, process_of, request, run, until_idle
+from tests.support.engines import (
+    fail_next_step,
+    finish,
+    load_entry,
+    mlx_thread,
+    numbers,
+    process_of,
+    request,
+    run,
+    until_idle,
+)
 from tests.support.formats import Chat, Problem, Request, Socket
 from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.waiting import until
@@ -67,29 +78,26 @@ def inject(monkeypatch, place, exc, *, at_call):
     return lambda: calls >= at_call
 
 
-PLACES = {
-    "tokenizing": FaultPoint(at=(PromptTokenizer, "encode"), call=1, alone=True),
+MLX_PLACES = {
+    "tokenizing": FaultPoint(at=(MlxTokenizer, "encode"), call=1, alone=True),
     "prefill": FaultPoint(at=(llama.Model, "__call__"), call=1),
     "decoding": FaultPoint(at=(llama.Model, "__call__"), call=9),
     "sampling": FaultPoint(at=(RandomSampler, "sample"), call=5, fields={"temperature": 0.7, "seed": 3}),
     "grammar mask": FaultPoint(at=(Constraint, "mask"), call=5, fields={"response_format": DIGITS}),
-    "detokenizing": FaultPoint(at=(AnswerText, "decode"), call=31, alone=True),
+    "detokenizing": FaultPoint(at=(mlx_tokenizer, "_decode"), call=31, alone=True),
     "log-probabilities": FaultPoint(at=(batch, "answer_token"), call=15, alone=True, fields={"logprobs": True}),
 }
 GGUF_PLACES = {
-    "tokenizing": FaultPoint(at=(HostedModel, "tokenize"), call=1, alone=True),
+    "tokenizing": FaultPoint(at=(LlamaTokenizer, "tokenize"), call=1, alone=True),
     "reading": FaultPoint(at=(AnswerReader, "read"), call=5, alone=True),
     "llama.cpp": FaultPoint(
         at=(LlamaSlots, "_generate"), call=1, alone=True, exc=RefusedError(500, "server_error", "injected")
     ),
 }
+PLACES = {"mlx": MLX_PLACES, "gguf": GGUF_PLACES}
 
 
-WAYS = {
-    "whole": (Chat(), False),
-    "streamed": (Chat(), True),
-    "by_socket": (Socket(), True),
-}
+WAYS = {"whole": (Chat(), False), "streamed": (Chat(), True), "by_socket": (Socket(), True)}
 """The format of a request, and whether its answer is streamed."""
 
 
@@ -129,30 +137,19 @@ def send_all(lab, ways, request):
 
 
 @pytest.fixture(scope="module")
-def mlx_lab(tiny_home):
-    with serving(tiny_home, "tiny", slots=2, queue_limit=4) as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def gguf_lab(tiny_home, tiny_gguf):
-    with serving(tiny_home, str(tiny_gguf), slots=2, queue_limit=4, threads=1) as lab:
-        yield lab
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(mlx_lab, monkeypatch, place, way):
-    check_fault(mlx_lab, monkeypatch, PLACES[place], way)
+def labs(tiny_home, tiny_gguf):
+    """Run a server for each engine."""
+    with (
+        serving(tiny_home, "tiny", slots=2, queue_limit=4) as mlx,
+        serving(tiny_home, str(tiny_gguf), slots=2, queue_limit=4, threads=1) as gguf,
+    ):
+        yield {"mlx": mlx, "gguf": gguf}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", GGUF_PLACES)
-def test_a_fault_of_the_llama_cpp_engine_ends_requests_with_an_error(gguf_lab, monkeypatch, place, way):
-    check_fault(gguf_lab, monkeypatch, GGUF_PLACES[place], way)
-
-
-def check_fault(lab, monkeypatch, place, way):
+@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine, names in PLACES.items() for name in names])
+def test_a_fault_ends_requests_with_an_error_and_queued_ones_are_answered(labs, monkeypatch, engine, name, way):
+    lab, place = labs[engine], PLACES[engine][name]
     request = Request(max_tokens=24, extra=place.fields)
     good = answer_of(lab, way, request)
     assert good.text
@@ -208,7 +205,7 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny, monkeypatch):
 
     # Without a prefix cache, which keeps memory of ended requests.
     async with ModelManager(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         seen = []
         for at in range(6):
             await fail_once(manager, call=20 + at)
@@ -222,8 +219,8 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny, monkeypatch):
 
 async def used_bytes(manager):
     """Return the memory that MLX uses, without its cache of free buffers."""
-    await mlx_thread(manager).call(lambda core: memory.release())
-    return await mlx_thread(manager).call(lambda core: memory.used_bytes())
+    await mlx_thread(manager).call(lambda _: memory.release())
+    return await mlx_thread(manager).call(lambda _: memory.used_bytes())
 
 
 # The engine dies

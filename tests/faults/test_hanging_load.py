@@ -15,11 +15,12 @@ from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
-from tests.support.engines import entry_of, pin, run
+from tests.support.engines import entry_of, load_entry, pin, run
 from tests.support.gguf import unknown_architecture
 from tests.support.labs import serving
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.anyio
 SETTINGS = Settings(slots=2, threads=1, memory_limit_bytes=2**30)
 HANGING_SCRIPT = """\
 import sys, time
@@ -71,7 +72,7 @@ async def manager():
 async def start_hanging_load(manager, hangs, entry):
     """Start a load, and return its task when it hangs."""
     hangs(True)
-    load = asyncio.create_task(manager.load_entry(entry), name="hangs")
+    load = asyncio.create_task(load_entry(manager, entry), name="hangs")
     await wait_until_hanging(load, hangs)
     assert manager.snapshot.state == "loading"
     return load
@@ -94,10 +95,9 @@ async def cancelled(load):
 async def before(request, manager, tiny, tiny_gguf):
     """Load a model, or none, before the load that hangs."""
     if request.param != "nothing":
-        await manager.load_entry(tiny if request.param == "mlx" else entry_of(tiny_gguf))
+        await load_entry(manager, tiny if request.param == "mlx" else entry_of(tiny_gguf))
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 async def test_an_unload_cancels_a_hanging_load_and_the_previous_model_is_loaded_again(
     manager, long_gguf, tiny_gguf, hangs
@@ -113,20 +113,18 @@ async def test_an_unload_cancels_a_hanging_load_and_the_previous_model_is_loaded
     if previous is None:
         with pytest.raises(NotLoadedError, match="no model is loaded"):
             await run(manager)
-        await manager.load_entry(entry_of(tiny_gguf))
+        await load_entry(manager, entry_of(tiny_gguf))
     assert (await run(manager))[1].output_tokens == 8
 
 
-@pytest.mark.anyio
 async def test_a_hanging_load_ends_at_its_time_limit_with_its_process(long_gguf, hangs):
     async with ModelManager(replace(SETTINGS, load_timeout_s=3)) as manager:
         hangs(True)
         with pytest.raises(NotLoadedError, match=r"long was not loaded within 3 s.*load_timeout_s"):
-            await manager.load_entry(entry_of(long_gguf, "long"))
+            await load_entry(manager, entry_of(long_gguf, "long"))
         assert hangs.processes == 0
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("format_", ["mlx", "gguf"])
 async def test_another_load_can_replace_a_hanging_load(manager, tiny, *, long_gguf, tiny_gguf, hangs, format_):
@@ -134,29 +132,27 @@ async def test_another_load_can_replace_a_hanging_load(manager, tiny, *, long_gg
     hangs(False)
     other = tiny if format_ == "mlx" else entry_of(tiny_gguf)
     with pytest.raises(ModelBusyError, match="long is being loaded"):
-        await manager.load_entry(other)
-    await asyncio.wait_for(manager.load_entry(other, if_busy="replace"), CHAT_WAIT_S)
+        await load_entry(manager, other)
+    await asyncio.wait_for(load_entry(manager, other, if_busy="replace"), CHAT_WAIT_S)
     assert await cancelled(load) == "the load of long was cancelled: tiny is loaded instead"
     assert hangs.processes == 0
     assert (await run(manager))[1].model == "tiny"
 
 
-@pytest.mark.anyio
 async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(manager, tiny, long_gguf, tiny_gguf, hangs):
     first = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    second = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf, "second"), if_busy="replace"))
+    second = asyncio.create_task(load_entry(manager, entry_of(tiny_gguf, "second"), if_busy="replace"))
     assert "second is loaded instead" in await cancelled(first)
     await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
     assert "the load of second was cancelled" in await cancelled(second)
     assert hangs.processes == 0
-    await manager.load_entry(tiny)
+    await load_entry(manager, tiny)
     assert (await run(manager))[1].model == "tiny"
 
 
-@pytest.mark.anyio
 async def test_a_second_request_for_the_same_model_joins_the_load(manager, long_gguf, hangs):
     first = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    again = asyncio.create_task(manager.load_entry(entry_of(long_gguf, "long")))
+    again = asyncio.create_task(load_entry(manager, entry_of(long_gguf, "long")))
     done, _ = await asyncio.wait([first, again], timeout=0.3)
     assert not done
     assert hangs.processes == 1
@@ -166,18 +162,16 @@ async def test_a_second_request_for_the_same_model_joins_the_load(manager, long_
     assert hangs.processes == 0
 
 
-@pytest.mark.anyio
 async def test_loading_the_previous_model_again_can_be_replaced_too(manager, tiny, *, tiny_gguf, tmp_path, hangs):
-    await manager.load_entry(entry_of(tiny_gguf))
+    await load_entry(manager, entry_of(tiny_gguf))
     load = await start_hanging_load(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
-    await asyncio.wait_for(manager.load_entry(tiny, if_busy="replace"), CHAT_WAIT_S)
+    await asyncio.wait_for(load_entry(manager, tiny, if_busy="replace"), CHAT_WAIT_S)
     with pytest.raises(UnusableModelError, match=r"bad magic.*could not be loaded again either: .* was cancelled"):
         await asyncio.wait_for(load, CHAT_WAIT_S)
     assert hangs.processes == 0
     assert (await run(manager))[1].model == "tiny"
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("before")
 async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(manager, tiny_gguf, minilm_gguf, hangs):
     hangs(True)
@@ -186,7 +180,7 @@ async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(manager
     await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
     assert (manager.snapshot.state, manager.snapshot.entry) == ("empty", None)
     # A load waits until the memory of the pinned model is known.
-    load = asyncio.create_task(manager.load_entry(entry_of(tiny_gguf)))
+    load = asyncio.create_task(load_entry(manager, entry_of(tiny_gguf)))
     await asyncio.sleep(0.3)
     assert not load.done()
     await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
@@ -198,7 +192,6 @@ async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(manager
     assert hangs.processes == 0
 
 
-@pytest.mark.anyio
 async def test_stopping_the_manager_cancels_a_hanging_load(long_gguf, hangs):
     async with ModelManager(SETTINGS) as manager:
         load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))

@@ -63,13 +63,6 @@ def three_home(tmp_path_factory, smollm2):
     return home
 
 
-@pytest.fixture(scope="module")
-def encoding_lab(starter_home, minilm):
-    """Run a server with the real MiniLM loaded."""
-    with serving(starter_home, minilm.id) as lab:
-        yield lab
-
-
 @pytest.fixture(scope="session")
 def http(lab):
     with httpx2.Client(base_url=lab.url, timeout=60) as client:

@@ -3,27 +3,20 @@
 import json
 import os
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from tests.support.asking import ENDLESS, chat_body, echo_body
+from tests.support.asking import CHAT, ENDLESS, chat_body, echo_body, refused
 from tests.support.gguf import gguf_bytes
-from tests.support.labs import PACE, serving
+from tests.support.labs import events_of, serving
 from tests.support.models import write_tiny_llama
-
-CHAT = "/v1/chat/completions"
 
 
 def load(http, model, **options):
     return http.post("/admin/models/load", json={"model": model, **options})
-
-
-def code(response):
-    return str(response.json()["error"]["code"])
 
 
 def test_healthz_reports_that_the_process_runs(http):
@@ -43,9 +36,8 @@ def test_readiness_follows_the_model(fresh_http):
     body = not_ready.json()
     assert (body["ready"], body["model"], body["vram_gb"]) == (False, "", 0.0)
     assert body["error"]["code"] == "no-model-loaded"
-    refused = fresh_http.post(CHAT, json=echo_body())
-    assert (refused.status_code, code(refused)) == (503, "no-model-loaded")
-    assert "load" in refused.json()["error"]["message"]
+    error = refused(fresh_http.post(CHAT, json=echo_body()), 503, "no-model-loaded")
+    assert "load" in error["message"]
     assert load(fresh_http, "echo").status_code == 200
     assert fresh_http.get("/readyz").status_code == 200
 
@@ -58,33 +50,31 @@ def test_an_unload_without_a_model_succeeds(fresh_http):
 @pytest.mark.slow
 def test_a_model_that_waits_for_answers_is_unloading_and_a_second_request_stops_them(fresh_lab, fresh_http):
     state = {"answers_left": 1, "seconds_left": 30, "replaced_by": None}
-    with fresh_http.stream("GET", "/admin/events", params={"include": "models"}) as events:
-        lines = events.iter_lines()
-        next(lines)
-        with fresh_http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as answer:
-            pieces = answer.iter_lines()
-            next(pieces)
-            unload = ThreadPoolExecutor(1).submit(fresh_http.post, "/admin/models/unload")
-            event = json.loads(next(line for line in lines if "unloading" in line).partition(":")[2])
-            assert (event["model"], event["stage"], event["unloading"]) == ("echo", "unloading", state)
-            records = {record["id"]: record for record in fresh_http.get("/admin/models").json()["models"]}
-            assert (records["echo"]["loaded"], records["other"]["unloading"]) == (True, None)
-            assert records["echo"]["unloading"]["answers_left"] == 1
-            # The model is loaded until it is unloaded, but accepts nothing.
-            ready = fresh_http.get("/readyz")
-            assert (ready.status_code, ready.json()["unloading"]["answers_left"]) == (200, 1)
-            assert "echo is unloading, 1 answer left (" in fresh_http.get("/about").text
-            refused = fresh_http.post(CHAT, json=echo_body())
-            assert (refused.status_code, code(refused)) == (503, "no-model-loaded")
-            busy = load(fresh_http, "other")
-            assert (busy.status_code, code(busy)) == (409, "model-busy")
-            assert "(echo: unloading, 1 answer left (" in busy.json()["error"]["message"]
-            wrong = fresh_http.post("/admin/models/unload", json={"wait": "no"})
-            assert (wrong.status_code, code(wrong)) == (400, "invalid-request")
-            freed = fresh_http.post("/admin/models/unload", json={"model": "echo", "wait": False}).json()
-            assert freed == unload.result().json()
-            assert freed["freed_vram_gb"] > 0
-            assert any("requested to stop running requests immediately" in piece for piece in pieces)
+    with (
+        events_of(fresh_lab, "models") as events,
+        fresh_http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as answer,
+    ):
+        pieces = answer.iter_lines()
+        next(pieces)
+        unload = ThreadPoolExecutor(1).submit(fresh_http.post, "/admin/models/unload")
+        event = next(event for event in events if event["type"] == "model")
+        assert (event["model"], event["stage"], event["unloading"]) == ("echo", "unloading", state)
+        records = {record["id"]: record for record in fresh_http.get("/admin/models").json()["models"]}
+        assert (records["echo"]["loaded"], records["other"]["unloading"]) == (True, None)
+        assert records["echo"]["unloading"]["answers_left"] == 1
+        # The model is loaded until it is unloaded, but accepts nothing.
+        ready = fresh_http.get("/readyz")
+        assert (ready.status_code, ready.json()["unloading"]["answers_left"]) == (200, 1)
+        assert "echo is unloading, 1 answer left (" in fresh_http.get("/about").text
+        refused(fresh_http.post(CHAT, json=echo_body()), 503, "no-model-loaded")
+        busy = refused(load(fresh_http, "other"), 409, "model-busy")
+        assert "(echo: unloading, 1 answer left (" in busy["message"]
+        wrong = fresh_http.post("/admin/models/unload", json={"wait": "no"})
+        refused(wrong, 400, "invalid-request")
+        freed = fresh_http.post("/admin/models/unload", json={"model": "echo", "wait": False}).json()
+        assert freed == unload.result().json()
+        assert freed["freed_vram_gb"] > 0
+        assert any("requested to stop running requests immediately" in piece for piece in pieces)
     assert fresh_http.get("/readyz").status_code == 503
 
 
@@ -123,8 +113,8 @@ def test_default_is_the_loaded_model(fresh_http):
     echo = fresh_http.get("/v1/models/echo").json()
     assert fresh_http.get("/v1/models/default").json() == {**echo, "id": "default", "root": "echo"}
     fresh_http.post("/admin/models/unload")
-    answers = [fresh_http.get("/v1/models/default"), fresh_http.post(CHAT, json=echo_body(model="default"))]
-    assert [(answer.status_code, code(answer)) for answer in answers] == [(503, "no-model-loaded")] * 2
+    for answer in (fresh_http.get("/v1/models/default"), fresh_http.post(CHAT, json=echo_body(model="default"))):
+        refused(answer, 503, "no-model-loaded")
 
 
 def test_a_load_replaces_the_loaded_model(fresh_tiny_http):
@@ -152,14 +142,9 @@ def test_a_path_can_be_loaded_from_this_machine(fresh_tiny_http, tiny_home):
 
 
 def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http, echo_home):
-    assert http.post("/admin/models/load", json={"model": "echo", "engine": "auto"}).status_code == 200
+    assert load(http, "echo", engine="auto").status_code == 200
     for model, engine in (("echo", "mlx"), ("other", "llama.cpp")):
-        refused = http.post("/admin/models/load", json={"model": model, "engine": engine})
-        assert (refused.status_code, code(refused), refused.json()["error"]["param"]) == (
-            400,
-            "invalid-request",
-            "engine",
-        )
+        assert refused(load(http, model, engine=engine), 400, "invalid-request")["param"] == "engine"
     assert http.get("/readyz").json()["model"] == "echo"
 
 
@@ -176,120 +161,63 @@ def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http, ech
 )
 def test_a_malformed_load_is_400(http, body):
     response = http.post("/admin/models/load", json=body)
-    assert (response.status_code, code(response)) == (400, "invalid-request")
+    refused(response, 400, "invalid-request")
 
 
-class TestModelsThatCannotBeLoaded:
-    """After the error, the loaded model still answers."""
-
-    @pytest.fixture(autouse=True)
-    def _echo_still_answers(self, http):
-        yield
-        assert http.post(CHAT, json=echo_body()).status_code == 200
-
-    @pytest.mark.parametrize("name", ["unheard-of", "/no/such/folder", "../no/such/folder"])
-    def test_an_unknown_name_is_404(self, http, name):
-        response = load(http, name)
-        assert (response.status_code, code(response)) == (404, "model-not-found")
-
-    def test_a_hub_id_that_cannot_be_downloaded_is_404(self, http, monkeypatch):
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        response = load(http, "nobody/nothing")
-        assert (response.status_code, code(response)) == (404, "model-not-found")
-
-    def test_a_folder_without_a_model_is_refused(self, http, tmp_path):
-        response = load(http, str(tmp_path))
-        assert (response.status_code, code(response)) == (400, "invalid-request")
-        assert "config.json" in response.json()["error"]["message"]
-
-    def test_a_truncated_safetensors_file_is_refused(self, http, echo_home, tmp_path):
-        shutil.copytree(echo_home / "models" / "other", tmp_path / "cut")
-        weights = tmp_path / "cut" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1])
-        response = load(http, str(tmp_path / "cut"))
-        assert (response.status_code, code(response)) == (400, "invalid-request")
-        assert "model.safetensors" in response.json()["error"]["message"]
-
-    @pytest.mark.parametrize(
-        ("content", "reason"),
-        [(b"GGUF", "is not a GGUF file"), (gguf_bytes({"general.type": "adapter"}, {}), "an adapter")],
-    )
-    def test_a_truncated_gguf_file_and_a_part_of_a_model_are_refused(self, http, tmp_path, content, reason):
-        file = tmp_path / "qwen2.gguf"
-        file.write_bytes(content)
-        response = load(http, str(file))
-        assert (response.status_code, code(response)) == (400, "invalid-request")
-        message = response.json()["error"]["message"]
-        assert "qwen2.gguf" in message
-        assert reason in message
+def truncated(folder, home):
+    shutil.copytree(home / "models" / "other", folder, dirs_exist_ok=True)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    return folder
 
 
-class TestModelsThatMlxCannotLoad:
-    """After the error, the loaded model still answers."""
+def file_with(folder, content):
+    (folder / "qwen2.gguf").write_bytes(content)
+    return folder / "qwen2.gguf"
 
-    @pytest.fixture(autouse=True)
-    def _tiny_still_answers(self, tiny_http):
-        yield
-        assert tiny_http.post(CHAT, json=chat_body()).status_code == 200
 
-    def test_weights_that_do_not_fit_the_architecture_are_refused(self, tiny_http, tiny_home, tmp_path):
-        shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "odd")
-        config = json.loads((tmp_path / "odd" / "config.json").read_text())
-        (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-        response = load(tiny_http, str(tmp_path / "odd"))
-        assert (response.status_code, code(response)) == (400, "invalid-request")
-        assert "tiny is loaded again" in response.json()["error"]["message"]
+ADAPTER = gguf_bytes({"general.type": "adapter"}, {})
+UNUSABLE = {
+    "an unknown id": (lambda folder, home: "unheard-of", 404, "unheard-of"),
+    "a folder that does not exist": (lambda folder, home: "/no/such/folder", 404, "/no/such/folder"),
+    "a relative folder": (lambda folder, home: "../no/such/folder", 404, "../no/such/folder"),
+    "a hub id that cannot be downloaded": (lambda folder, home: "nobody/nothing", 404, "nobody/nothing"),
+    "a folder without a model": (lambda folder, home: folder, 400, "config.json"),
+    "truncated weights": (truncated, 400, "model.safetensors"),
+    "no GGUF file": (lambda folder, home: file_with(folder, b"GGUF"), 400, "qwen2.gguf is not a GGUF file"),
+    "a part of a model": (lambda folder, home: file_with(folder, ADAPTER), 400, "an adapter"),
+}
+"""Functions that return a name, and the status and a part of its error."""
 
-    def test_an_architecture_that_mlx_lm_does_not_support_is_refused(self, tiny_http, tiny_home, tmp_path):
-        shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "new")
-        config = json.loads((tmp_path / "new" / "config.json").read_text())
-        (tmp_path / "new" / "config.json").write_text(
-            json.dumps({**config, "model_type": "from_the_future", "architectures": ["FutureForCausalLM"]})
-        )
-        response = load(tiny_http, str(tmp_path / "new"))
-        assert (response.status_code, code(response)) == (400, "invalid-request")
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_after_the_error_of_a_load_the_loaded_model_still_answers(http, echo_home, tmp_path, monkeypatch, what):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make, status, part = UNUSABLE[what]
+    response = load(http, str(make(tmp_path, echo_home)))
+    error = refused(response, status, "model-not-found" if status == 404 else "invalid-request")
+    assert part in error["message"]
+    assert http.post(CHAT, json=echo_body()).status_code == 200
+
+
+def test_an_architecture_that_mlx_lm_does_not_support_is_refused(fresh_tiny_http, tiny_home, tmp_path):
+    folder = shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "new")
+    config = json.loads((folder / "config.json").read_text())
+    new = {**config, "model_type": "from_the_future", "architectures": ["FutureForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(new))
+    error = refused(load(fresh_tiny_http, str(folder)), 400, "invalid-request")
+    assert "from_the_future" in error["message"]
+    assert "tiny is loaded again" in error["message"]
+    assert fresh_tiny_http.post(CHAT, json=chat_body()).status_code == 200
 
 
 def test_a_full_disk_is_507_before_the_first_byte(tmp_path):
     home = tmp_path / "home"
     with serving(home, None, disk_reserve_bytes=10**18) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         response = load(http, "smollm2-135m")
-    assert (response.status_code, code(response)) == (507, "storage-full")
+    refused(response, 507, "storage-full")
     assert response.headers["x-should-retry"] == "false"
     assert [path for path in home.rglob("*") if path.stat().st_size > 4096] == []
-
-
-def test_a_simultaneous_load_and_unload_are_both_answered(fresh_tiny_http):
-    with fresh_tiny_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=300)) as response:
-        pieces = response.iter_text()
-        next(pieces)
-        answers = []
-        calls = [
-            threading.Thread(target=lambda: answers.append(fresh_tiny_http.post("/admin/models/unload"))),
-            threading.Thread(target=lambda: answers.append(load(fresh_tiny_http, "tiny-two"))),
-            threading.Thread(target=lambda: answers.append(fresh_tiny_http.post("/admin/models/unload"))),
-        ]
-        for call in calls:
-            call.start()
-        assert "".join(pieces).endswith("data: [DONE]\n\n")
-    for call in calls:
-        call.join()
-    assert sorted(answer.status_code for answer in answers) in ([200, 409, 409], [200, 200, 409], [200, 200, 200])
-    assert {code(answer) for answer in answers if answer.status_code == 409} <= {"model-busy"}
-
-
-def test_default_is_503_and_not_404_while_the_model_is_unloaded(echo_home):
-    with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
-        with http.stream("POST", CHAT, json=echo_body(stream=True, max_tokens=200, ignore_eos=True)) as response:
-            pieces = response.iter_text()
-            next(pieces)
-            unload = threading.Thread(target=http.post, args=("/admin/models/unload",))
-            unload.start()
-            while (answer := http.post(CHAT, json=echo_body(model="default"))).status_code == 200:
-                pass
-            "".join(pieces)
-        unload.join()
-    assert (answer.status_code, code(answer)) == (503, "no-model-loaded")
 
 
 def test_a_path_and_an_id_can_be_different_models_of_one_name(fresh_tiny_http, tiny_home, tmp_path):
@@ -322,32 +250,6 @@ def test_unusual_folders_do_not_hide_other_models(fresh_http, echo_home):
 def test_downloads_can_be_forbidden(tmp_path):
     with serving(tmp_path, None, downloads=False) as lab, httpx2.Client(base_url=lab.url) as http:
         assert load(http, "smollm2-135m").status_code == 404
-
-
-def test_running_requests_are_answered_before_a_load(fresh_tiny_http):
-    with fresh_tiny_http.stream("POST", CHAT, json=chat_body(stream=True, max_tokens=200)) as response:
-        pieces = response.iter_text()
-        first = next(pieces)
-        swapped = threading.Thread(target=load, args=(fresh_tiny_http, "tiny-two"))
-        swapped.start()
-        text = first + "".join(pieces)
-    swapped.join()
-    assert text.endswith("data: [DONE]\n\n")
-    assert '"predicted_n":200' in text
-    assert fresh_tiny_http.get("/readyz").json()["model"] == "tiny-two"
-
-
-def test_a_chat_with_an_embedding_model_is_refused(starter_home, minilm):
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
-    with serving(starter_home, None) as lab, httpx2.Client(base_url=lab.url) as http:
-        assert load(http, minilm.id).status_code == 200
-        assert http.get("/readyz").json()["model"] == minilm.id
-        named = http.post("/v1/chat/completions", json=body | {"model": minilm.id})
-        default = http.post("/v1/chat/completions", json=body | {"model": "default"})
-    assert (named.status_code, code(named)) == (400, "invalid-request")
-    assert "minilm-l6 is an embedding model" in named.json()["error"]["message"]
-    assert (default.status_code, code(default)) == (503, "no-model-loaded")
-    assert "does not chat" in default.json()["error"]["message"]
 
 
 def test_any_key_is_accepted_if_none_is_configured(http):

@@ -8,7 +8,7 @@ import pytest
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.wire.generation import Hints
-from tests.support.asking import echo_body, error_of, events
+from tests.support.asking import echo_body, error_of
 from tests.support.docs import DOCS, table_rows
 from tests.support.labs import manager_of, serving
 
@@ -132,33 +132,3 @@ def test_an_alias_needs_both_names(alias):
 def test_an_alias_with_two_ids_is_refused():
     with pytest.raises(InvalidRequestError, match="a name with two ids"):
         Settings(model_aliases=("gpt-4o=echo", "gpt-4o=other"))
-
-
-CALLS = [{"name": "look", "arguments": {"at": at}} for at in ("sea", "sky", "sea", "shore")]
-TOOL = {
-    "type": "function",
-    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("choice", "kept"),
-    [("required", 2), ({"type": "function", "function": {"name": "look"}}, 1), ("auto", 4)],
-)
-def test_a_forced_answer_repeats_no_call(tmp_path, stream, choice, kept):
-    script = tmp_path / "script.jsonl"
-    script.write_text(json.dumps({"tool_calls": CALLS}) + "\n")
-    with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
-        body = echo_body(tools=[TOOL], tool_choice=choice, stream=stream, max_tokens=500)
-        response = http.post(CHAT, json=body)
-    chunks = [json.loads(event) for event in events(response.text)[:-1]] if stream else [response.json()]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    calls = [call for choice in choices for call in choice["delta" if stream else "message"].get("tool_calls") or ()]
-    arguments = {}
-    for at, call in enumerate(calls):
-        index = call.get("index", at)
-        arguments[index] = arguments.get(index, "") + call["function"]["arguments"]
-    assert [json.loads(text) for text in arguments.values()] == [call["arguments"] for call in CALLS[:kept]]
-    assert choices[-1]["finish_reason"] == "tool_calls"

@@ -1,7 +1,4 @@
-"""Tests of /v1/embeddings with openai-python, all forms of input, texts that are too long, and other models.
-
-Tests that depend on the meaning of texts or on tokens use the real MiniLM.
-"""
+"""Tests of /v1/embeddings on the echo engine: forms of input and of numbers, errors, limits and other models."""
 
 import asyncio
 import base64
@@ -14,23 +11,25 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 from openai import OpenAI
-from tokenizers import Tokenizer
 
+from lmx_lab.engine import Caller, EmbeddingRequest, Embeddings
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.embeddings import NUMBERS_PER_STEP
-from lmx_lab.wire.embeddings import INPUT_LIMIT
+from lmx_lab.server.embeddings import NUMBERS_PER_STEP, embedding_list, embedding_request
+from lmx_lab.values.outputs import EncodeReport
+from lmx_lab.wire.embeddings import INPUT_LIMIT, EmbeddingsBody
 from tests.support.asking import chat_body, error_of, refused
 from tests.support.gguf import ALIGNMENT, read_gguf
-from tests.support.labs import manager_of, scrape, serving, wait_until_idle, watching
+from tests.support.labs import PACE, manager_of, scrape, serving, wait_until_idle, watching
 from tests.support.models import write_tiny_bert
 from tests.support.waiting import until
 
 PATH = "/v1/embeddings"
-MODEL = "echo"
-MINILM = "minilm-l6"
-SEA, OCEAN, BREAD = "The sea is salty.", "Oceans contain salt water.", "Bread is baked in an oven."
-LONG = "word " * 200_000
+SEA, BREAD = "The sea is salty.", "Bread is baked in an oven."
+REPORT = EncodeReport(model='odd "name"\n', texts=2, tokens=7, queue_s=0.25, compute_s=0.5, peak_memory_bytes=1)
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +38,8 @@ def http(quick_lab):
         yield client
 
 
-@pytest.fixture(scope="module")
-def real_http(encoding_lab):
-    with httpx2.Client(base_url=encoding_lab.url, timeout=300) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(quick_lab):
-    with OpenAI(**quick_lab.openai, max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer(minilm):
-    tokenizer = Tokenizer.from_file(str(minilm.path / "tokenizer.json"))
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def body(**changes):
-    return {"model": MODEL, "input": SEA, **changes}
+    return {"model": "echo", "input": SEA, **changes}
 
 
 def embed(http, **changes):
@@ -68,119 +48,116 @@ def embed(http, **changes):
     return response.json()
 
 
-def vectors(http, **changes):
-    return np.array([item["embedding"] for item in embed(http, **changes)["data"]], dtype=np.float32)
+# The engine's request, and the body of the answer
 
 
-def test_the_answer_has_the_shape_of_the_format(http):
-    answer = embed(http, input=[SEA, BREAD])
-    assert set(answer) == {"object", "data", "model", "usage"}
-    assert (answer["object"], answer["model"]) == ("list", MODEL)
-    assert [(item["object"], item["index"], len(item["embedding"])) for item in answer["data"]] == [
-        ("embedding", 0, 384),
-        ("embedding", 1, 384),
-    ]
-    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+@pytest.mark.parametrize(
+    ("fields", "request_"),
+    [
+        (
+            {"model": "default", "dimensions": 64.0, "truncate": True, "input_type": "search_query", "user": "me"},
+            EmbeddingRequest(inputs=(SEA,), dimensions=64, truncate=True, input_type="query"),
+        ),
+        ({"input_type": "document"}, EmbeddingRequest(inputs=(SEA,), model="echo", input_type="document")),
+        (
+            dict.fromkeys(("encoding_format", "dimensions", "truncate", "input_type", "user")),
+            EmbeddingRequest(inputs=(SEA,), model="echo"),
+        ),
+    ],
+)
+def test_all_fields_reach_the_engine_and_null_means_the_default(fields, request_):
+    assert embedding_request(EmbeddingsBody.model_validate(body(**fields)), Caller()) == request_
 
 
-def test_texts_with_similar_meanings_have_similar_vectors(real_http):
-    sea, ocean, bread = vectors(real_http, model=MINILM, input=[SEA, OCEAN, BREAD])
-    assert sea @ ocean > 0.5
-    assert sea @ bread < 0.2
-    assert np.linalg.norm(sea) == pytest.approx(1, abs=1e-5)
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ("text", ("text",)),
+        ("", ("",)),
+        (["a", ""], ("a", "")),
+        ([5, 6], ([5, 6],)),
+        ([[5, 6], [0]], ([5, 6], [0])),
+        (["ü🙂\u0000\n"], ("ü🙂\u0000\n",)),
+    ],
+)
+def test_all_shapes_of_input_are_accepted(given, inputs):
+    assert embedding_request(EmbeddingsBody.model_validate(body(input=given)), Caller()).inputs == inputs
 
 
-def test_openai_python_reads_base64(client, http):
-    answer = client.embeddings.create(model=MODEL, input=[SEA, BREAD])
-    as_floats = client.embeddings.create(model="default", input=[SEA, BREAD], encoding_format="float")
+def parsed(vectors):
+    """Return the answer with these vectors, and the vectors in it."""
+    answer = json.loads(embedding_list(Embeddings(vectors=vectors, report=REPORT)))
+    return answer, np.array([item["embedding"] for item in answer["data"]], np.float32).reshape(vectors.shape)
+
+
+def test_the_answer_has_the_shape_of_the_format():
+    assert parsed(np.array([[1, 0.5], [3, 0.5]], dtype=np.float32))[0] == {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": 0, "embedding": [1.0, 0.5]},
+            {"object": "embedding", "index": 1, "embedding": [3.0, 0.5]},
+        ],
+        "model": 'odd "name"\n',
+        "usage": {"prompt_tokens": 7, "total_tokens": 7},
+    }
+
+
+@pytest.mark.slow
+@given(
+    arrays.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 4), st.integers(1, 8)),
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    )
+)
+def test_every_float32_is_unchanged_by_its_decimal_form(vectors):
+    assert np.array_equal(parsed(vectors)[1], vectors)
+
+
+def test_numbers_are_written_with_as_few_digits_as_a_float32_needs():
+    vectors = np.random.default_rng(0).standard_normal((700, 64)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert np.array_equal(parsed(vectors)[1], vectors)
+    assert len(embedding_list(Embeddings(vectors=vectors, report=REPORT))) < 14 * vectors.size
+
+
+# Requests
+
+
+def test_openai_python_reads_base64_and_raises_its_own_exceptions(quick_lab, http):
+    with OpenAI(**quick_lab.openai, max_retries=0) as client:
+        answer = client.embeddings.create(model="echo", input=[SEA, BREAD])
+        as_floats = client.embeddings.create(model="default", input=[SEA, BREAD], encoding_format="float")
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(model="echo", input=[])
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="unheard-of", input=SEA)
     for first, second in zip(answer.data, as_floats.data, strict=True):
         assert np.array_equal(np.array(first.embedding, np.float32), np.array(second.embedding, np.float32))
     text = embed(http, encoding_format="base64")["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(text), "<f4").shape == (384,)
-    assert answer.usage.total_tokens == as_floats.usage.total_tokens
+    assert answer.usage == as_floats.usage
+    assert answer.usage.total_tokens > 0
 
 
-def test_token_ids_have_the_vector_of_their_text(real_http, tokenizer):
-    ids = tokenizer.encode(SEA).ids
-    plain = vectors(real_http, model=MINILM)
-    assert np.allclose(vectors(real_http, model=MINILM, input=ids), plain, atol=1e-5)
-    assert np.allclose(vectors(real_http, model=MINILM, input=[ids, ids]), np.vstack([plain, plain]), atol=1e-5)
-
-
-def test_fewer_dimensions_are_the_first_ones_of_length_one(http, client):
-    whole, cut = vectors(http)[0], vectors(http, dimensions=64)[0]
+def test_fewer_dimensions_are_the_first_ones_of_length_one(http):
+    whole, cut = (np.array(embed(http, **fields)["data"][0]["embedding"]) for fields in ({}, {"dimensions": 64}))
     assert np.allclose(cut, whole[:64] / np.linalg.norm(whole[:64]), atol=1e-5)
-    assert len(client.embeddings.create(model=MODEL, input=SEA, dimensions=1).data[0].embedding) == 1
-
-
-@pytest.mark.parametrize(
-    "text", ["", " ", "\n", "🙂🙃", "ünïcödé", "日本語のテキスト", "\u0000", "\u202eabc", "a" * 300]
-)
-def test_every_text_has_a_vector(real_http, text):
-    (vector,) = vectors(real_http, model=MINILM, input=[text])
-    assert np.isfinite(vector).all()
-    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-4)
-
-
-def test_a_vector_does_not_depend_on_the_other_texts(real_http):
-    alone = vectors(real_http, model=MINILM)[0]
-    crowd = vectors(real_http, model=MINILM, input=["a", BREAD * 20, SEA, "", OCEAN * 5])
-    assert np.allclose(crowd[2], alone, atol=1e-5)
-
-
-@pytest.mark.long
-def test_ten_thousand_texts_are_one_request(encoding_lab):
-    # Equal texts are computed only once.
-    texts = [f"Document {number % 1000}." for number in range(9_999)] + [SEA]
-    with OpenAI(**encoding_lab.openai, max_retries=0, timeout=300) as client:
-        data = client.embeddings.create(model=MINILM, input=texts).data
-    assert [item.index for item in data] == list(range(10_000))
-    for at in (0, 5_432, 9_999):
-        assert np.allclose(np.array(data[at].embedding, np.float32), encoding_lab.embed(texts[at]), atol=1e-5)
-
-
-def test_a_text_of_a_megabyte_is_refused_or_truncated(real_http):
-    error = error_of(real_http.post(PATH, json=body(model=MINILM, input=[SEA, LONG])), 400, "context-length-exceeded")
-    assert "256" in error["message"] or "512" in error["message"]
-    cut, short = vectors(real_http, model=MINILM, input=[LONG, "word " * 2000], truncate=True)
-    assert np.allclose(cut, short, atol=1e-5)
-
-
-def test_more_dimensions_than_the_model_has_are_400(http):
-    assert error_of(http.post(PATH, json=body(dimensions=385)), 400, "invalid-request")["param"] == "dimensions"
-
-
-def test_a_token_outside_the_vocabulary_is_400(real_http):
-    error_of(real_http.post(PATH, json=body(model=MINILM, input=[10**6])), 400, "invalid-request")
-
-
-def test_each_reason_to_refuse_a_model_has_its_error(real_http):
-    error_of(real_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
-    assert (
-        "chat model"
-        in error_of(real_http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")["message"]
-    )
-    error_of(real_http.post("/v1/chat/completions", json=chat_body(model=MINILM)), 400, "invalid-request")
-    error_of(real_http.post("/v1/chat/completions", json=chat_body(model="default")), 503, "no-model-loaded")
+    error = error_of(http.post(PATH, json=body(dimensions=385)), 400, "invalid-request")
+    assert error["param"] == "dimensions"
 
 
 def test_a_chat_model_does_not_embed(tiny_lab):
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
         named = error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
         error_of(http.post(PATH, json=body(model="default")), 503, "no-model-loaded")
+        error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
     assert "chat model" in named["message"]
 
 
-def test_openai_python_raises_its_own_exceptions(client):
-    with pytest.raises(openai.BadRequestError):
-        client.embeddings.create(model=MODEL, input=[])
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="unheard-of", input=SEA)
-
-
-def test_a_client_that_disconnects_cancels_the_computation(minilm, starter_home):
-    with serving(starter_home, minilm.id) as lab, watching(lab) as seen:
-        content = json.dumps(body(model=MINILM, input=[f"{SEA} {number}" for number in range(10_000)])).encode()
+def test_a_client_that_disconnects_cancels_the_computation(echo_home):
+    with serving(echo_home, "echo", echo_tokens_per_s=PACE) as lab, watching(lab) as seen:
+        content = json.dumps(body(input=[f"{SEA} {number}" for number in range(10_000)])).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost:{lab.server.port}\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", lab.server.port)) as leaving:
             leaving.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
@@ -189,15 +166,11 @@ def test_a_client_that_disconnects_cancels_the_computation(minilm, starter_home)
         wait_until_idle(lab)
         assert lab.embed(SEA).shape == (384,)
         until(lambda: len(seen) == 2)
-    assert [(event["kind"], event["finish_reason"]) for event in seen] == [
-        ("embedding", "cancelled"),
-        ("embedding", "stop"),
-    ]
-    assert seen[1]["model"] == MINILM
-    assert seen[1]["prompt_tokens"] > 0
-    assert seen[1]["completion_tokens"] == 0
-    assert seen[1]["tokens_per_second"] > 0
-    assert seen[1]["ttft_ms"] > 0
+    cancelled, ended = seen
+    assert (cancelled["kind"], cancelled["finish_reason"]) == ("embedding", "cancelled")
+    expected = {"kind": "embedding", "finish_reason": "stop", "model": "echo", "completion_tokens": 0}
+    assert {name: ended[name] for name in expected} == expected
+    assert min(ended[name] for name in ("prompt_tokens", "tokens_per_second", "ttft_ms")) > 0
 
 
 def test_requests_are_counted_in_the_metrics(http):
@@ -211,16 +184,6 @@ def test_requests_are_counted_in_the_metrics(http):
         ("encoded_tokens_total", tokens),
     ):
         assert after[name] - before[name] == grows
-
-
-@pytest.mark.slow
-def test_the_method_of_the_lab_returns_an_array(quick_lab):
-    both = quick_lab.embed([SEA, BREAD])
-    assert (both.shape, both.dtype) == ((2, 384), np.float32)
-    assert np.allclose(quick_lab.embed(SEA), both[0], atol=1e-5)
-    assert np.allclose(quick_lab.embed(np.array([SEA, BREAD])), both, atol=1e-5)
-    assert quick_lab.embed((text for text in (SEA,)), dimensions=8).shape == (1, 8)
-    assert quick_lab.embed(LONG, truncate=True).shape == (384,)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +239,7 @@ def test_many_numbers_and_scores_are_written_in_another_thread(http, monkeypatch
 
     monkeypatch.setattr(asyncio, "to_thread", noted)
     for count in (256, 257):
-        ranked = {"model": MODEL, "query": SEA, "documents": [SEA] * count}
+        ranked = {"model": "echo", "query": SEA, "documents": [SEA] * count}
         assert len(http.post("/v1/rerank", json=ranked).json()["results"]) == count
         assert "_encode" in moved if count > 256 else moved == []
     few, many = NUMBERS_PER_STEP // 384, NUMBERS_PER_STEP // 384 + 1
@@ -293,7 +256,7 @@ def test_values_that_are_not_finite_are_an_error_that_is_reported_once(tmp_path,
     bias = replace(whole.tensors["cls.output.bias"], data=struct.pack("<f", np.nan).ljust(ALIGNMENT, b"\0"))
     changed = replace(whole, tensors={**whole.tensors, "cls.output.bias": bias})
     changed.written(tmp_path / "models" / "damaged-gguf" / "model.gguf")
-    ranked = {"model": "default", "query": SEA, "documents": [BREAD, OCEAN]}
+    ranked = {"model": "default", "query": SEA, "documents": [BREAD, SEA]}
     with serving(tmp_path, None) as lab, watching(lab) as seen, httpx2.Client(base_url=lab.url) as http:
         for name, path, fields in (
             ("damaged", PATH, body(model="default")),
@@ -312,16 +275,28 @@ def test_values_that_are_not_finite_are_an_error_that_is_reported_once(tmp_path,
     ]
 
 
+def test_the_method_of_the_lab_accepts_all_collections_of_texts(quick_lab):
+    both = quick_lab.embed([SEA, BREAD])
+    assert (both.shape, both.dtype) == ((2, 384), np.float32)
+    assert np.allclose(quick_lab.embed(SEA), both[0], atol=1e-5)
+    assert np.allclose(quick_lab.embed(np.array([SEA, BREAD])), both, atol=1e-5)
+    assert quick_lab.embed((text for text in (SEA,)), dimensions=8).shape == (1, 8)
+    assert quick_lab.embed("word " * 200_000, truncate=True).shape == (384,)
+
+
 @pytest.mark.parametrize("wrong", [[], None, [None], 5, b"text", [SEA, 1]])
 def test_the_method_of_the_lab_has_the_errors_of_the_route(quick_lab, wrong):
     with pytest.raises(InvalidRequestError):
         quick_lab.embed(wrong)
 
 
-@pytest.mark.anyio
-async def test_the_method_of_the_lab_can_be_awaited(quick_lab):
-    assert (await quick_lab.aembed([SEA])).shape == (1, 384)
-    assert (await quick_lab.aembed(SEA, model=MODEL, dimensions=3)).shape == (3,)
+@pytest.mark.slow
+def test_many_texts_keep_their_order(three_home):
+    """On MLX, 256 texts are tokenized at a time."""
+    with serving(three_home, "tiny-embedder") as lab:
+        many, alone = lab.embed([*(f"Document {number}." for number in range(300)), SEA]), lab.embed(SEA)
+    assert many.shape == (301, 32)
+    assert np.allclose(many[-1], alone, atol=1e-5)
 
 
 def test_with_swap_a_request_loads_its_model(three_home):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import lmx_lab
-from lmx_lab.engine import registry
+from lmx_lab.engine import engines
 from lmx_lab.engine.speeds import Speeds, conditions, store_speeds
 from lmx_lab.settings import Settings
 from tests.support.commands import run_command
@@ -69,7 +69,7 @@ def test_panels_and_snapshots_of_local_and_attached_labs_show_the_faster_engine(
 
 
 def test_without_llama_cpp_its_models_have_a_problem_and_no_engine_is_preferred(lab, monkeypatch):
-    monkeypatch.setattr(registry, "is_installed", lambda: False)
+    monkeypatch.setattr(engines, "is_installed", lambda: False)
     found = lab.workbench.submit(lab.workbench.backend.models()).result(60)
     assert {engine.name: engine.version for engine in found.engines}["llama.cpp"] is None
     assert found.preference is None

@@ -27,7 +27,7 @@ HANDOVERS = {
 }
 """Functions that pass on a request or a token."""
 ECHO = {"portal.LoopThread.submit", "engine.echo.engine.EchoRounds.schedule", "engine.echo.engine.EchoRounds._step"}
-MLX = {"engine.mlx.thread.EngineThread.post", "engine.mlx.batch.Batch.insert", "engine.mlx.batch.Batch.step"}
+MLX = {"engine.mlx.thread.MlxThread.post", "engine.mlx.batch.Batch.insert", "engine.mlx.batch.Batch.step"}
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or a coverage tool is active")
@@ -64,4 +64,3 @@ def test_a_streamed_chat_passes_few_modules(request, model, settings):
     print(f"{len(modules)} modules on the way:", *modules, sep="\n  ")
     assert passed == handovers
     assert len(modules) <= 20
-    assert "engine.model_control" not in modules

@@ -7,6 +7,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.messages import chat_request
 from lmx_lab.wire.messages import MessagesRequest
 from tests.support.asking import HELLO
+from tests.support.formats import Messages
 from tests.support.labs import serving
 
 PATH = "/v1/messages"
@@ -67,44 +68,26 @@ def test_the_counted_tokens_are_those_of_the_prompt(http, changes):
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
-
-
 @pytest.mark.parametrize(
-    ("changes", "status", "kind", "message"),
+    ("changes", "message"),
     [
-        ({"messages": []}, 400, "invalid_request_error", "messages: has 0 items"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "invalid_request_error", "content.0: images"),
-        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, 400, "invalid_request_error", "the type 'x'"),
-        ({"messages": [{"role": "user", "content": [{}]}]}, 400, "invalid_request_error", "type: Field required"),
-        (
-            {"messages": [*HELLO, {"role": "assistant", "content": "H"}]},
-            400,
-            "invalid_request_error",
-            "cannot continue",
-        ),
+        ({"messages": []}, "messages: has 0 items"),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "the type 'x'"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, "type: Field required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c9", "content": "x"}]}]},
-            400,
-            "invalid_request_error",
             "'c9' does not answer a call",
         ),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "name the tool"),
-        (
-            {"messages": [{"role": "user", "content": "a " * 40_000}]},
-            400,
-            "invalid_request_error",
-            "prompt is too long: ",
-        ),
-        ({"stop_sequences": ["x" * 2000]}, 400, "invalid_request_error", "stop_sequences"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name the tool"),
+        ({"messages": [{"role": "user", "content": "a " * 40_000}]}, "prompt is too long: "),
+        ({"stop_sequences": ["x" * 2000]}, "stop_sequences"),
     ],
 )
-def test_errors_have_the_form_of_the_format(http, changes, status, kind, message):
+def test_the_error_of_an_invalid_request_names_the_mistake(http, changes, message):
     response = http.post(PATH, json=body(**changes))
-    error = response.json()
-    assert (response.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
-    assert message in error["error"]["message"]
-    assert error["request_id"] == response.headers["x-request-id"]
+    problem = Messages().problem(response.json())
+    assert (response.status_code, problem.kind) == (400, "invalid_request_error")
+    assert message in problem.message
 
 
 def test_a_wrong_bearer_token_is_refused_despite_a_valid_key(echo_home):
@@ -113,13 +96,37 @@ def test_a_wrong_bearer_token_is_refused_despite_a_valid_key(echo_home):
     assert (both.status_code, both.json()["error"]["type"]) == (401, "authentication_error")
 
 
-def test_a_document_of_text_is_read_and_other_blocks_are_refused_by_their_place():
+def chat_of(messages, **fields):
+    return chat_request(MessagesRequest.model_validate({"messages": messages, **fields}))
+
+
+def test_sampling_fields_are_converted():
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_tokens": 7, "stream": True}
+    chat = chat_of(HELLO, stop_sequences=["x"], **fields)
+    assert {name: getattr(chat, name) for name in (*fields, "stop")} == {**fields, "stop": ["x"]}
+    assert chat_of(HELLO).temperature == 1
+
+
+def test_a_document_of_text_is_read():
     document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A sea."}}
     results = [{"type": "tool_result", "tool_use_id": "c1", "content": [document]}]
-    request = MessagesRequest.model_validate({"messages": [{"role": "user", "content": [document, *results]}]})
-    messages = chat_request(request).messages
+    messages = chat_of([{"role": "user", "content": [document, *results]}]).messages
     assert [(message.role, message.content) for message in messages] == [("tool", "A sea."), ("user", "A sea.")]
-    call = {"type": "tool_use", "id": "c1", "name": "clock", "input": {}}
-    request = MessagesRequest.model_validate({"messages": [{"role": "user", "content": [call]}]})
-    with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0: tool_use is not valid in a message of"):
-        chat_request(request)
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+CALL = {"type": "tool_use", "id": "c1", "name": "clock", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "message"),
+    [
+        ([*HELLO, {"role": "assistant", "content": "H"}], "messages", "cannot continue an answer; end with a message"),
+        ([{"role": "user", "content": [CALL]}], "messages.0.content.0", "tool_use is not valid in a message of"),
+        ([{"role": "user", "content": [IMAGE]}], "messages.0.content.0", "images and other files cannot be read"),
+    ],
+)
+def test_messages_that_cannot_be_converted_are_refused_by_their_place(messages, param, message):
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        chat_of(messages)
+    assert refused.value.param == param

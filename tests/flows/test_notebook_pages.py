@@ -36,19 +36,6 @@ def test_a_webview_of_vs_code_may_call_the_server(in_vscode):
     assert {answer.headers["access-control-allow-origin"] for answer in answers} == {WEBVIEW}
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:8888", "null"])
-def test_other_pages_may_not_call_the_server(in_vscode, origin):
-    address, page = f"{in_vscode.url}{UNLOAD}", {"origin": origin, "authorization": "Bearer s3cret"}
-    for answer in (httpx2.options(address, headers={**page, **PREFLIGHT}), httpx2.post(address, json={}, headers=page)):
-        assert answer.status_code == 403
-        assert "access-control-allow-origin" not in answer.headers
-
-
-def test_pages_of_the_server_itself_may_call_it(in_vscode):
-    page = {"origin": in_vscode.url, "authorization": "Bearer s3cret"}
-    assert httpx2.post(f"{in_vscode.url}{UNLOAD}", json={}, headers=page).status_code == 200
-
-
 def test_the_host_name_of_a_proxy_is_accepted(monkeypatch):
     monkeypatch.setenv("LMX_LAB_PROXY_URL", "https://lab.example/{port}/")
     policy = Addresses(settings=Settings(), port=8400).policy()

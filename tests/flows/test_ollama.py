@@ -1,25 +1,19 @@
 """Tests of Ollama's API below ``/api``, on the echo engine."""
 
-import json
 from datetime import datetime
 
 import httpx2
 import pytest
 
-from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.ollama import engine_request, listed_name, requested_model
 from lmx_lab.wire.ollama import OllamaChatRequest, OllamaGenerateRequest, read_duration
 from tests.support.asking import HELLO
+from tests.support.formats import OllamaChat
 from tests.support.labs import manager_of
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 COUNTERS = {
-    "total_duration",
-    "load_duration",
-    "prompt_eval_count",
-    "prompt_eval_duration",
-    "eval_count",
-    "eval_duration",
+    *("total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count", "eval_duration")
 }
 TOOLS = [
     {
@@ -43,14 +37,10 @@ def asked_for_clock(arguments):
 
 
 def lines(http, path, body):
-    """Return the lines of a stream; each ends with a line feed, as clients require."""
-    with http.stream("POST", path, json=body) as response:
-        assert response.status_code == 200
-        assert response.headers["content-type"] == "application/x-ndjson"
-        text = "".join(response.iter_text())
-    *found, rest = text.split("\n")
-    assert rest == ""
-    return [json.loads(line) for line in found]
+    """Return the lines of a stream."""
+    response = http.post(path, json=body)
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/x-ndjson")
+    return OllamaChat().frames(response.text)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +49,7 @@ def lines(http, path, body):
         ("one", {"options": {"num_predict": -1}}, {"content": "one"}),
         ("<think>hm</think>one", {"think": "low"}, {"content": "one", "thinking": "hm"}),
         ("no", {"format": SCHEMA}, {"content": '{"city":"Paris"}'}),
+        ("no", {"format": "json"}, {"content": '{"":""}'}),
     ],
 )
 def test_an_answer_has_a_message_and_counters(http, content, changes, expected):
@@ -166,53 +157,46 @@ def test_durations_have_many_forms(given, seconds):
     assert read_duration(given) == pytest.approx(seconds)
 
 
+INVALID = (400, "invalid-request")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "expected", "message"),
     [
-        (CHAT, chat(keep_alive="soon"), (400, "invalid-request"), "keep_alive: must be a number of seconds"),
-        (CHAT, chat(keep_alive="nan"), (400, "invalid-request"), "keep_alive: must be a number of seconds"),
-        (CHAT, chat(think="deep"), (400, "invalid-request"), "think: Input should be 'low', 'medium' or 'high'"),
-        (CHAT, chat(keep_alive=True), (400, "invalid-request"), "keep_alive"),
-        (
-            CHAT,
-            chat(messages=[{**HELLO[0], "images": ["aaaa"]}]),
-            (400, "invalid-request"),
-            "messages.0.images: images",
-        ),
-        (GENERATE, {"prompt": "a", "images": ["aaaa"]}, (400, "invalid-request"), "no vision"),
-        (GENERATE, {"prompt": "a", "template": "{{ .Prompt }}"}, (400, "invalid-request"), "template: templates"),
-        (GENERATE, {"prompt": "a", "context": [1]}, (400, "invalid-request"), "/api/chat"),
-        (GENERATE, {"prompt": "a", "raw": True, "system": "b"}, (400, "invalid-request"), "system: has no effect"),
-        (CHAT, chat(format="xml"), (400, "invalid-request"), "format: must be"),
-        (CHAT, chat(options={"temperature": "1"}), (400, "invalid-request"), "options.temperature"),
-        (CHAT, chat(options={"stop": ["x"] * 17}), (400, "invalid-request"), "options.stop"),
-        (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), (400, "invalid-request"), "tool_call_id"),
-        (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "H"}]), (400, "invalid-request"), "continue"),
-        (CHAT, chat(tools=TOOLS * 2), (400, "invalid-request"), "names must be unique"),
-        (
-            CHAT,
-            chat(messages=[*HELLO, asked_for_clock("UTC"), *HELLO]),
-            (400, "invalid-request"),
-            "arguments: is not JSON",
-        ),
-        (GENERATE, {"prompt": "a", "format": {"title": "x" * 300_000}}, (400, "invalid-request"), "format: has"),
+        (CHAT, chat(keep_alive="soon"), INVALID, "keep_alive: must be a number of seconds"),
+        (CHAT, chat(keep_alive="nan"), INVALID, "keep_alive: must be a number of seconds"),
+        (CHAT, chat(think="deep"), INVALID, "think: Input should be 'low', 'medium' or 'high'"),
+        (CHAT, chat(keep_alive=True), INVALID, "keep_alive"),
+        (CHAT, chat(messages=[{**HELLO[0], "images": ["aaaa"]}]), INVALID, "messages.0.images: images"),
+        (GENERATE, {"prompt": "a", "images": ["aaaa"]}, INVALID, "no vision"),
+        (GENERATE, {"prompt": "a", "template": "{{ .Prompt }}"}, INVALID, "template: templates"),
+        (GENERATE, {"prompt": "a", "context": [1]}, INVALID, "/api/chat"),
+        (GENERATE, {"prompt": "a", "raw": True, "system": "b"}, INVALID, "system: has no effect"),
+        (CHAT, chat(format="xml"), INVALID, "format: must be"),
+        (CHAT, chat(options={"temperature": "1"}), INVALID, "options.temperature"),
+        (CHAT, chat(options={"stop": ["x"] * 17}), INVALID, "options.stop"),
+        (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), INVALID, "tool_call_id"),
+        (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "H"}]), INVALID, "continue"),
+        (CHAT, chat(tools=TOOLS * 2), INVALID, "names must be unique"),
+        (CHAT, chat(messages=[*HELLO, asked_for_clock("UTC"), *HELLO]), INVALID, "arguments: is not JSON"),
+        (GENERATE, {"prompt": "a", "format": {"title": "x" * 300_000}}, INVALID, "format: has"),
         (CHAT, chat(model="other:latest"), (503, "no-model-loaded"), "other is not loaded"),
         (CHAT, chat(model="none:7b"), (404, "model-not-found"), "none:7b"),
         ("/api/show", {"name": "none"}, (404, "model-not-found"), "none"),
-        ("/api/show", {}, (400, "invalid-request"), "model: is missing"),
+        ("/api/show", {}, INVALID, "model: is missing"),
         ("/api/pull", {"model": "none"}, (404, "model-not-found"), "none"),
-        ("/api/embed", {"input": "a"}, (400, "invalid-request"), "model"),
-        ("/api/embed", {"model": "echo", "input": 5}, (400, "invalid-request"), "must be a text or a list of texts"),
-        ("/api/embed", {"model": "echo", "input": [5]}, (400, "invalid-request"), "must be a text or a list of texts"),
+        ("/api/embed", {"input": "a"}, INVALID, "model"),
+        ("/api/embed", {"model": "echo", "input": 5}, INVALID, "must be a text or a list of texts"),
+        ("/api/embed", {"model": "echo", "input": [5]}, INVALID, "must be a text or a list of texts"),
         ("/api/create", {"model": "none"}, (404, "invalid-request"), "/openapi.json"),
     ],
 )
 def test_errors_have_the_form_of_the_format(http, path, body, expected, message):
     response = http.post(path, json=body)
-    error = response.json()
-    assert (response.status_code, error["code"]) == expected
-    assert message in error["error"]
-    assert error["request_id"] == response.headers["x-request-id"]
+    problem = OllamaChat().problem(response.json())
+    assert (response.status_code, problem.code) == expected
+    assert message in problem.message
+    assert problem.request_id == response.headers["x-request-id"]
 
 
 def test_models_are_listed_and_described(http):
@@ -243,27 +227,32 @@ def test_models_are_listed_and_described(http):
 def test_vectors_are_those_of_the_chat_format(quick_lab):
     with httpx2.Client(base_url=quick_lab.url) as http:
         expected = http.post("/v1/embeddings", json={"model": "echo", "input": ["a cat", "a dog"]}).json()
-        found = http.post("/api/embed", json={"model": "echo:latest", "input": ["a cat", "a dog"]}).json()
+        response = http.post("/api/embed", json={"model": "echo:latest", "input": ["a cat", "a dog"], "verbose": True})
         single = http.post("/api/embeddings", json={"model": "echo", "prompt": "a cat", "options": {}}).json()
-    vectors = [item["embedding"] for item in expected["data"]]
+    vectors, found = [item["embedding"] for item in expected["data"]], response.json()
+    assert response.headers["x-lmx-ignored"] == "verbose"
+    assert found.keys() == {"model", "embeddings", "total_duration", "load_duration", "prompt_eval_count"}
     assert found["embeddings"] == vectors
     assert single["embedding"] == vectors[0]
     assert found["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
 
 
-def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab, fresh_http):
+def test_a_request_without_a_prompt_loads_or_unloads_the_model(fresh_lab, fresh_http, echo_home):
     assert fresh_http.post(CHAT, json={"model": "echo"}).json()["done_reason"] == "load"
     unloaded = fresh_http.post(GENERATE, json={"model": "echo:latest", "keep_alive": "0s"}).json()
-    assert (unloaded["done"], unloaded["done_reason"], unloaded["response"]) == (True, "unload", "")
+    assert datetime.fromisoformat(unloaded.pop("created_at"))
+    assert unloaded == {"model": "echo:latest", "done": True, "done_reason": "unload", "response": ""}
     assert manager_of(fresh_lab).snapshot.model is None
     assert "no model is loaded" in fresh_http.post("/api/show", json={"model": "default"}).json()["error"]
     assert fresh_http.post(CHAT, json={"model": "echo", "messages": [], "keep_alive": 0}).status_code == 200
     loaded = fresh_http.post(CHAT, json={"model": "echo", "messages": []}).json()
     assert (loaded["done_reason"], loaded["message"]) == ("load", {"role": "assistant", "content": ""})
     assert manager_of(fresh_lab).snapshot.model == "echo"
-    for given in ({"model": "none"}, {"model": "none", "keep_alive": 0}):
-        missing = fresh_http.post(CHAT, json=given)
-        assert (missing.status_code, missing.json()["code"]) == (404, "model-not-found")
+    # The name is never a path, not even for callers on this machine.
+    for name in ("none", str(echo_home / "models" / "other")):
+        for given in ({"model": name}, {"model": name, "keep_alive": 0}):
+            missing = fresh_http.post(CHAT, json=given)
+            assert (missing.status_code, missing.json()["code"]) == (404, "model-not-found")
 
 
 def test_a_pull_of_a_model_that_is_here_ends_at_once(http):
@@ -275,18 +264,8 @@ def test_a_pull_of_a_model_that_is_here_ends_at_once(http):
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [
-        ("/api/pull", {"model": "other"}),
-        (CHAT, {"model": "echo", "keep_alive": 0}),
-        (GENERATE, {"model": "other"}),
-    ],
+    [("/api/pull", {"model": "other"}), (CHAT, {"model": "echo", "keep_alive": 0}), (GENERATE, {"model": "other"})],
 )
 def test_callers_on_other_machines_do_not_load_or_download(http, path, body):
     response = http.post(path, json=body, headers={"x-forwarded-for": "127.0.0.1"})
     assert (response.status_code, response.json()["code"]) == (403, "admin-forbidden")
-
-
-def test_a_last_message_of_the_assistant_is_refused():
-    body = OllamaChatRequest.model_validate({"messages": [{"role": "assistant", "content": "a"}]})
-    with pytest.raises(InvalidRequestError, match="cannot continue an answer"):
-        engine_request(body)

@@ -1,22 +1,20 @@
-"""Tests with openai-python: all parameters, and errors as exceptions of the client.
+"""Tests with openai-python: texts and tool calls of the real SmolLM2, parsed arguments, and exceptions."""
 
-Tests that depend on the text use the real SmolLM2.
-"""
+import json
+from typing import Annotated, Literal
 
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 from openai import OpenAI
+from pydantic import BaseModel, Field
 
+from tests.flows.schemas import DIGIT, SHORT, closed
+from tests.support.asking import HELLO
 from tests.support.labs import serving
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "smollm2-135m"
-
-
-@pytest.fixture(scope="module")
-def smol_lab(starter_home):
-    with serving(starter_home, MODEL) as lab:
-        yield lab
 
 
 @pytest.fixture(scope="module")
@@ -27,141 +25,57 @@ def echo(lab):
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_lab):
-    """Return a client of the tiny model, for tests that work with any model: the real one is slow."""
-    with OpenAI(**tiny_lab.openai, max_retries=0) as client:
+def real(starter_home):
+    with serving(starter_home, MODEL) as lab, OpenAI(**lab.openai, max_retries=0) as client:
         yield client
 
 
-@pytest.fixture(scope="module")
-def client(smol_lab):
-    with OpenAI(base_url=f"{smol_lab.url}/v1", api_key="anything", max_retries=0) as client:
-        yield client
-
-
-@pytest.mark.long
-def test_the_real_model_knows_paris_and_counts_its_tokens(client):
-    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30)
-    assert "Paris" in (answer.choices[0].message.content or "")
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert answer.usage.prompt_tokens == 37
-
-
-def test_a_stream_has_the_same_text_and_ends_with_usage(client):
-    text, usage, reasons = "", None, []
-    stream = client.chat.completions.create(
-        model=MODEL, messages=FRANCE, temperature=0, max_tokens=30, stream=True, stream_options={"include_usage": True}
-    )
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            text += choice.delta.content or ""
-            reasons += [choice.finish_reason] if choice.finish_reason else []
-    assert "Paris" in text
-    assert reasons == ["stop"]
-    assert usage.completion_tokens > 0
-
-
-def test_a_stop_string_is_not_part_of_the_text(client):
-    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0, max_tokens=30, stop=["Paris"])
-    assert answer.choices[0].message.content == "The capital of France is "
-    assert answer.choices[0].finish_reason == "stop"
-
-
-def ask(client, **parameters):
-    asked = {"model": "default", "messages": FRANCE, "temperature": 0, "max_tokens": 8, **parameters}
-    return client.chat.completions.create(**asked)
-
-
-def text(client, **parameters):
-    return ask(client, **parameters).choices[0].message.content or ""
-
-
-def test_16_stop_strings_are_accepted(client):
-    stops = [f"zz{number}" for number in range(15)] + ["Paris"]
-    assert text(client, stop=stops, max_tokens=30) == "The capital of France is "
-    with pytest.raises(openai.BadRequestError):
-        ask(client, stop=["a"] * 17)
-
-
-@pytest.mark.slow
-def test_a_seeded_answer_is_reproducible(echo):
-    warm = {"temperature": 1.5, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
-    assert text(echo, seed=1, **warm) == text(echo, seed=1, **warm)
-    assert len({text(echo, seed=seed, **warm) for seed in (1, 2, 3)}) > 1
-
-
-def test_logprobs_are_objects_of_the_client(client):
-    logprobs = ask(client, logprobs=True, top_logprobs=2, max_tokens=6).choices[0].logprobs
-    assert logprobs.content is not None
-    assert "".join(token.token for token in logprobs.content) == "The capital of France is Paris"
-    for token in logprobs.content:
-        assert bytes(token.bytes or []).decode() == token.token
+def test_the_real_model_knows_paris_and_a_stream_has_the_same_text(real):
+    fields = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 30}
+    whole = real.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
+    (choice,) = whole.choices
+    text = choice.message.content
+    assert text.startswith("The capital of France is Paris")
+    assert choice.finish_reason == "stop"
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    assert whole.usage.prompt_tokens == 37
+    assert "".join(token.token for token in choice.logprobs.content) == text
+    for token in choice.logprobs.content:
+        assert bytes(token.bytes).decode() == token.token
         assert token.top_logprobs[0].logprob == token.logprob
         assert len(token.top_logprobs) == 2
+    *chunks, last = real.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == text
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_a_bias_can_force_and_forbid_tokens(client):
-    assert text(client, logit_bias={"7042": 100}, max_tokens=4) == " Paris" * 4
-    assert "Paris" not in text(client, logit_bias={"7042": -100})
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"top_p": 0.1},
-        {"presence_penalty": 2},
-        {"frequency_penalty": -2},
-        {"extra_body": {"top_k": 1}},
-        {"extra_body": {"top_k": 10**6}},
-        {"extra_body": {"min_p": 0.9}},
-        {"extra_body": {"repetition_penalty": 1.5}},
-        {"extra_body": {"ignore_eos": True}},
-        {"user": "me", "metadata": {"a": "b"}, "store": False},
-    ],
-)
-def test_each_parameter_is_accepted(echo, parameters):
-    assert text(echo, temperature=0.7, seed=1, **parameters)
-
-
-def test_top_k_1_and_min_p_1_are_greedy(tiny):
-    for extra in ({"top_k": 1}, {"min_p": 1}):
-        assert text(tiny, temperature=1.9, extra_body=extra) == text(tiny)
-
-
-def test_penalties_increase_the_variety_of_tokens(tiny):
-    twelve = {str(token): 100 for token in range(1000, 1012)}
-
-    def various(**penalty):
-        logprobs = ask(tiny, logit_bias=twelve, logprobs=True, max_tokens=24, **penalty).choices[0].logprobs
-        assert logprobs is not None
-        return len({token.token for token in logprobs.content or []})
-
-    without = various()
-    assert without < 12
-    for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 1.5}}):
-        assert various(**penalty) > without
+def test_16_stop_strings_are_accepted(real):
+    fields = {"model": "default", "messages": FRANCE, "temperature": 0, "max_tokens": 30}
+    stops = [f"zz{number}" for number in range(15)] + ["Paris"]
+    (choice,) = real.chat.completions.create(**fields, stop=stops).choices
+    assert (choice.message.content, choice.finish_reason) == ("The capital of France is ", "stop")
 
 
 def complete(client, prompt, **parameters):
     return client.completions.create(model=MODEL, prompt=prompt, temperature=0, **parameters)
 
 
-def test_completions_continue_the_prompt(client):
-    answer = complete(client, ["The capital of France is", "Two plus two is"], max_tokens=4, echo=True)
+def test_completions_continue_the_prompt(real):
+    answer = complete(real, ["The capital of France is", "Two plus two is"], max_tokens=4, echo=True)
     assert answer.choices[0].text.startswith("The capital of France is Paris")
     assert answer.choices[1].text.startswith("Two plus two is")
-    pieces = client.completions.create(model=MODEL, prompt="One, two,", temperature=0, max_tokens=4, stream=True)
+    pieces = real.completions.create(model=MODEL, prompt="One, two,", temperature=0, max_tokens=4, stream=True)
     streamed = "".join(piece.choices[0].text for piece in pieces)
-    assert streamed == complete(client, "One, two,", max_tokens=4).choices[0].text
+    assert streamed == complete(real, "One, two,", max_tokens=4).choices[0].text
 
 
-def test_an_echo_scores_likely_texts_higher(client):
+def test_an_echo_scores_likely_texts_higher(real):
     scores = []
     for end in (" Paris", " banana"):
         prompt = "The capital of France is" + end
-        logprobs = complete(client, prompt, max_tokens=0, echo=True, logprobs=1).choices[0].logprobs
+        logprobs = complete(real, prompt, max_tokens=0, echo=True, logprobs=1).choices[0].logprobs
         assert logprobs.tokens is not None
         assert "".join(logprobs.tokens) == prompt
         assert logprobs.token_logprobs[0] is None
@@ -193,3 +107,134 @@ def test_the_error_without_a_model_is_not_retried(echo_home):
         client.chat.completions.create(model="echo", messages=FRANCE)
     assert refused.value.code == "no-model-loaded"
     assert refused.value.response.headers["x-should-retry"] == "false"
+
+
+# Tools
+
+TEMPERATURE = [{"role": "user", "content": "What is the temperature in Paris, in celsius?"}]
+
+
+def function(name, parameters=None, **fields):
+    given = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **given, **fields}}
+
+
+NOTE = {"type": "object", "properties": {"text": SHORT, "tags": {"type": "array", "items": SHORT, "maxItems": 2}}}
+SCHEMAS = {
+    "get_weather": closed(city={"type": "string", "maxLength": 20}, unit={"enum": ["celsius", "fahrenheit"]}),
+    "add": closed(a={**DIGIT, "maximum": 99}, b={**DIGIT, "maximum": 99}),
+    "write-note": {**NOTE, "additionalProperties": False},
+}
+TOOLS = [function(name, schema, description=f"Call it to {name}.") for name, schema in SCHEMAS.items()]
+
+
+def ask(client, **changes):
+    fields = {"model": "default", "messages": TEMPERATURE, "temperature": 0, "max_tokens": 150}
+    return client.chat.completions.create(**{**fields, **changes})
+
+
+def only_call(answer):
+    (call,) = answer.choices[0].message.tool_calls or []
+    return call
+
+
+def check_call(call):
+    """Check that the arguments of a call satisfy the schema of its tool, and return them."""
+    assert call.type == "function"
+    assert call.id
+    arguments = json.loads(call.function.arguments)
+    Draft202012Validator(SCHEMAS[call.function.name]).validate(arguments)
+    return arguments
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [None, *SCHEMAS])
+def test_a_forced_call_of_the_real_model_fits_its_tool(real, name):
+    answer = ask(real, tools=TOOLS, tool_choice=function(name) if name else "required", parallel_tool_calls=False)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.choices[0].message.content is None
+    call = only_call(answer)
+    check_call(call)
+    assert name in (None, call.function.name)
+
+
+@pytest.mark.long
+def test_the_real_model_calls_the_tool_with_the_value_of_the_question(real):
+    answer = ask(real, tools=TOOLS[:1], tool_choice=function("get_weather"))
+    call = only_call(answer)
+    assert check_call(call) == {"city": "Paris", "unit": "celsius"}
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: Annotated[str, Field(max_length=20)]
+    unit: Literal["celsius", "fahrenheit"]
+
+
+def test_the_helper_of_the_client_parses_the_arguments(echo):
+    tools = [openai.pydantic_function_tool(GetWeather)]
+    parsed = echo.chat.completions.parse(
+        model="default", messages=TEMPERATURE, tools=tools, tool_choice="required", parallel_tool_calls=False
+    )
+    for call in parsed.choices[0].message.tool_calls or []:
+        assert isinstance(call.function.parsed_arguments, GetWeather)
+    assert parsed.choices[0].message.tool_calls
+
+
+def answered(messages, answer):
+    """Return the history with the answer, as openai-python dumps it, and with the results of its calls."""
+    message = answer.choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": json.dumps({**check_call(call), "temperature": 21})}
+        for call in message.tool_calls or []
+    ]
+    return [*messages, message.model_dump(), *results]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("last", ["none", "auto"])
+def test_a_loop_with_a_forced_call_ends_in_an_answer_from_the_result(real, last):
+    tools = TOOLS[:1]
+    called = ask(real, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    history = answered(TEMPERATURE, called)
+    assert [message["role"] for message in history] == ["user", "assistant", "tool"]
+    final = ask(real, messages=history, tools=tools, tool_choice=last)
+    assert final.choices[0].finish_reason == "stop"
+    assert "21" in (final.choices[0].message.content or "")
+    assert final.choices[0].message.tool_calls is None
+
+
+@pytest.mark.long
+def test_a_loop_with_a_free_choice_calls_and_then_answers(real):
+    """A small model seldom calls a tool by itself, so eight answers are requested until one has a call."""
+    arguments = {"city": "Rome", "unit": "celsius"}
+    call = json.dumps({"name": "get_weather", "arguments": arguments})
+    messages = [{"role": "user", "content": f"Answer with <tool_call>\n{call}\n</tool_call>"}]
+    fields = {"tools": TOOLS[:1], "parallel_tool_calls": False, "max_tokens": 45}
+    called = None
+    for seed in range(2, 8):
+        answer = ask(real, messages=messages, **fields, temperature=0.7, n=8, seed=seed)
+        for choice in answer.choices:
+            assert choice.finish_reason != "tool_calls" or choice.message.tool_calls
+            assert choice.finish_reason != "stop" or not choice.message.tool_calls
+        called = next((choice for choice in answer.choices if choice.finish_reason == "tool_calls"), None)
+        if called is not None:
+            break
+    assert called is not None
+    history = answered(messages, answer.model_copy(update={"choices": [called]}))
+    assert json.loads(history[-1]["content"])["city"]
+    final = ask(real, messages=history, tools=TOOLS[:1], tool_choice="auto").choices[0]
+    assert final.finish_reason in {"stop", "length"}
+    assert final.message.content
+
+
+@pytest.mark.slow
+def test_any_of_128_tools_can_be_called(echo):
+    tools = [function(f"tool_{at}", closed(**{f"a{at}": DIGIT})) for at in range(128)]
+    for choice, name in ((function("tool_127"), "tool_127"), ("required", None)):
+        answer = ask(echo, messages=HELLO, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        found = only_call(answer).function
+        assert name in {None, found.name}
+        Draft202012Validator(closed(**{f"a{found.name[5:]}": DIGIT})).validate(json.loads(found.arguments))

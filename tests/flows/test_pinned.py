@@ -1,7 +1,5 @@
 """Tests of encoders that are kept in memory alongside the loaded model."""
 
-import json
-
 import httpx2
 import pytest
 
@@ -10,7 +8,7 @@ from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.support.asking import chat_body
-from tests.support.labs import serving
+from tests.support.labs import events_of, serving
 
 pytestmark = pytest.mark.slow
 
@@ -39,40 +37,23 @@ def test_pinned_models_answer_beside_the_chat_model(http):
     assert (ranked.json()["model"], ranked.json()["method"]) == ("tiny-reranker", "cross-encoder")
 
 
-def test_the_list_marks_pinned_models(http):
+def test_pinned_models_are_listed_and_readiness_is_that_of_the_main_model(lab, http):
     models = models_by_id(http)
-    assert [
-        (name, models[name]["kind"], models[name]["pinned"], models[name]["loaded"]) for name in sorted(models)
-    ] == [
-        ("tiny", "chat", False, True),
-        ("tiny-embedder", "embedding", True, True),
-        ("tiny-reranker", "rerank", True, True),
-    ]
+    assert {name: (model["kind"], model["pinned"], model["loaded"]) for name, model in models.items()} == {
+        "tiny": ("chat", False, True),
+        "tiny-embedder": ("embedding", True, True),
+        "tiny-reranker": ("rerank", True, True),
+    }
     assert models["tiny-embedder"]["vram_gb"] > 0
-
-
-def test_a_failed_request_is_reported_with_the_model_that_should_answer(lab, http):
-    seen = []
-    with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=30) as events:
-        lines = events.iter_lines()
-        next(lines)
-        too_long = {"model": "default", "input": "a cat " * 500}
-        assert http.post("/v1/embeddings", json=too_long).status_code == 400
-        for line in lines:
-            if '"type":"request"' in line:
-                seen.append(json.loads(line.removeprefix("data: ")))
-                break
-    assert [(it["kind"], it["model"], it["code"]) for it in seen] == [
-        ("embedding", "tiny-embedder", "context-length-exceeded")
-    ]
-
-
-def test_the_lab_shows_pinned_models(lab):
+    assert http.get("/readyz").json()["model"] == "tiny"
     assert "also loaded: tiny-embedder (0.00 GB), tiny-reranker (0.00 GB)" in repr(lab)
 
 
-def test_readiness_is_that_of_the_main_model(http):
-    assert http.get("/readyz").json()["model"] == "tiny"
+def test_a_failed_request_is_reported_with_the_model_that_should_answer(lab, http):
+    with events_of(lab, "requests") as events:
+        assert http.post("/v1/embeddings", json={"model": "default", "input": "a cat " * 500}).status_code == 400
+        seen = next(event for event in events if event["type"] == "request")
+    assert (seen["kind"], seen["model"], seen["code"]) == ("embedding", "tiny-embedder", "context-length-exceeded")
 
 
 def test_the_blas_library_is_reported(http):

@@ -3,7 +3,6 @@
 import json
 import string
 from collections import Counter
-from typing import Any
 
 import httpx2
 import pytest
@@ -55,7 +54,7 @@ NAMES = st.text(string.ascii_letters + ' "\\é', min_size=1, max_size=4)
 
 def objects(inner):
     @st.composite
-    def build(draw: st.DrawFn) -> dict[str, Any]:
+    def build(draw):
         properties = draw(st.dictionaries(NAMES, inner, max_size=3))
         required = draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
         schema = {"type": "object", "properties": properties, "required": required}

@@ -1,31 +1,31 @@
-"""Tests of reranking by cosine similarity. Tests that depend on the meaning of texts use the real MiniLM."""
+"""Tests of reranking at three paths on the echo engine, by cosine similarity: bodies, answers, errors and limits."""
+
+import json
 
 import httpx2
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
+from lmx_lab.engine import Caller, Ranking, RerankRequest
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.server.rerank import rerank_request, rerank_results, text_ranks
+from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.wire.embeddings import INPUT_LIMIT
+from lmx_lab.wire.rerank import AnyRerankBody, RerankResults
 from tests.support.asking import error_of
 
-PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
-PATH = PATHS[0]
+PATH = "/v1/rerank"
 MODEL = "echo"
-MINILM = "minilm-l6"
 QUERY = "Is sea water salty?"
 DOCUMENTS = ["Bread is baked in an oven.", "The sea contains a lot of salt.", "Water boils at 100 degrees."]
-LONG = "word " * 200_000
+SHORT = ("bb", "a", "dddd")
+REPORT = EncodeReport(model="minilm", texts=4, tokens=7, queue_s=0.25, compute_s=0.5, peak_memory_bytes=1)
 
 
 @pytest.fixture(scope="module")
 def http(quick_lab):
     with httpx2.Client(base_url=quick_lab.url, timeout=300) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def real_http(encoding_lab):
-    with httpx2.Client(base_url=encoding_lab.url, timeout=300) as client:
         yield client
 
 
@@ -39,41 +39,91 @@ def rerank(http, **changes):
     return response.json()
 
 
-def order(http, **changes):
-    return [result["index"] for result in rerank(http, **changes)["results"]]
+# The engine's request, and the body of the answer
+
+NAMES = ("top_n", "return_documents", "truncate", "raw_scores", "max_tokens_per_doc", "max_chunks_per_doc")
+FLAGS = {"truncate": True, "raw_scores": True}
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_most_relevant_document_is_first(real_http, path):
-    answer = real_http.post(path, json=body(model=MINILM)).json()
-    assert (answer["model"], answer["method"]) == (MINILM, "cosine")
-    assert answer["results"][0]["document"] == DOCUMENTS[1]
-    scores = [result["relevance_score"] for result in answer["results"]]
-    assert scores == sorted(scores, reverse=True)
-    assert answer["usage"]["total_tokens"] > 0
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {"model": "default", "documents": SHORT, "user": "me", "rank_fields": ["text"], **FLAGS},
+            RerankRequest(query="q", documents=SHORT, **FLAGS),
+        ),
+        (
+            {"texts": SHORT, "truncation_direction": "Right", **FLAGS},
+            RerankRequest(query="q", documents=SHORT, **FLAGS),
+        ),
+        (
+            {"model": "minilm", "documents": SHORT, **dict.fromkeys(NAMES)},
+            RerankRequest(query="q", documents=SHORT, model="minilm"),
+        ),
+        (
+            {"model": "minilm", "documents": ["a", {"text": "bb", "title": "ignored", "image": None}]},
+            RerankRequest(query="q", documents=("a", "bb"), model="minilm"),
+        ),
+    ],
+)
+def test_all_fields_reach_the_engine_and_null_means_the_default(fields, expected):
+    given = TypeAdapter(AnyRerankBody).validate_json(json.dumps({"query": "q", **fields}))
+    assert rerank_request(given, Caller()) == expected
 
 
-def test_scores_are_the_cosines_of_the_vectors(encoding_lab, real_http):
-    query, *documents = encoding_lab.embed([QUERY, *DOCUMENTS])
-    for result in rerank(real_http, model=MINILM)["results"]:
+def ranking(*scores):
+    return Ranking(scores=np.array(scores, dtype=np.float32), method="cosine", report=REPORT)
+
+
+def test_results_are_ordered_and_contain_their_documents():
+    answer = json.loads(rerank_results(ranking(2, 1, 4), SHORT))
+    RerankResults.model_validate(answer)
+    assert answer.pop("id").startswith("rerank-")
+    assert answer == {
+        "object": "list",
+        "model": "minilm",
+        "method": "cosine",
+        "results": [
+            {"index": 2, "relevance_score": 4.0, "document": "dddd"},
+            {"index": 0, "relevance_score": 2.0, "document": "bb"},
+            {"index": 1, "relevance_score": 1.0, "document": "a"},
+        ],
+        "usage": {"prompt_tokens": 7, "total_tokens": 7},
+    }
+
+
+@pytest.mark.parametrize(("top_n", "expected"), [(1, [1]), (2, [1, 0]), (99, [1, 0, 2]), (None, [1, 0, 2])])
+def test_top_n_limits_the_results_and_equal_scores_keep_the_order_of_documents(top_n, expected):
+    results = json.loads(rerank_results(ranking(0.5, 0.7, 0.5), None, top_n=top_n))["results"]
+    assert [result["index"] for result in results] == expected
+    assert all(set(result) == {"index", "relevance_score"} for result in results)
+
+
+def test_texts_are_answered_with_a_bare_array():
+    assert json.loads(text_ranks(ranking(2, 1, 4), None)) == [
+        {"index": 2, "score": 4.0},
+        {"index": 0, "score": 2.0},
+        {"index": 1, "score": 1.0},
+    ]
+    assert [row["text"] for row in json.loads(text_ranks(ranking(2, 1, 4), SHORT))] == ["dddd", "bb", "a"]
+
+
+def test_scores_are_written_with_as_few_digits_as_a_float32_needs():
+    assert b'"relevance_score":0.1,' in rerank_results(ranking(0.1), ["a"])
+
+
+# Requests
+
+
+def test_the_bodies_of_all_servers_are_accepted(quick_lab, http):
+    query, *documents = quick_lab.embed([QUERY, *DOCUMENTS])
+    results = rerank(http)["results"]
+    assert [result["index"] for result in results] == sorted(range(3), key=lambda at: -(query @ documents[at]))
+    for result in results:
         assert result["relevance_score"] == pytest.approx(float(query @ documents[result["index"]]), abs=1e-4)
-
-
-@pytest.mark.parametrize(("top_n", "count"), [(1, 1), (2.0, 2), (1000, 3), (None, 3)])
-def test_top_n_limits_the_results(http, top_n, count):
-    assert order(http, top_n=top_n) == order(http)[:count]
-
-
-def test_documents_may_be_objects_empty_and_of_any_script(real_http):
-    documents = ["", {"text": DOCUMENTS[1], "id": 7}, "海は塩辛い", "🙂", " "]
-    results = rerank(real_http, model=MINILM, documents=documents)["results"]
-    assert results[0] == {"index": 1, "relevance_score": results[0]["relevance_score"], "document": DOCUMENTS[1]}
-    assert sorted(result["index"] for result in results) == [0, 1, 2, 3, 4]
-
-
-def test_the_bodies_of_other_servers_are_accepted(http):
+        assert result["document"] == DOCUMENTS[result["index"]]
     bare = http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, "return_text": True}).json()
-    assert (bare[0]["index"], bare[0]["text"]) == (1, DOCUMENTS[1])
+    assert [(row["index"], row["text"]) for row in bare] == [(row["index"], row["document"]) for row in results]
     cohere = http.post("/v2/rerank", json=body(model="default", top_n=1, return_documents=False)).json()
     assert [set(result) for result in cohere["results"]] == [{"index", "relevance_score"}]
 
@@ -85,13 +135,6 @@ def test_ten_thousand_documents_are_one_request(http):
     documents[7654] = DOCUMENTS[1]
     results = rerank(http, documents=documents, top_n=2)["results"]
     assert (len(results), results[0]["index"]) == (2, 7654)
-
-
-def test_a_document_of_a_megabyte_is_refused_or_truncated(real_http):
-    documents = [LONG, DOCUMENTS[1]]
-    error = error_of(real_http.post(PATH, json=body(model=MINILM, documents=documents)), 400, "context-length-exceeded")
-    assert any(number in error["message"] for number in ("256", "512"))
-    assert order(real_http, model=MINILM, documents=documents, truncate=True) == [1, 0]
 
 
 @pytest.mark.parametrize("foreign", [{"priority": False}, {"return_embeddings": 0}])
@@ -156,14 +199,10 @@ def test_too_many_documents_are_refused_with_the_limit(http):
     assert str(INPUT_LIMIT) in error["message"]
 
 
-def test_each_reason_to_refuse_a_model_has_its_error(real_http):
-    error_of(real_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
-    error_of(real_http.post(PATH, json=body(model="smollm2-135m")), 400, "invalid-request")
-
-
 def test_a_chat_model_does_not_rank(tiny_lab):
     with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
         error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
+        error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
         error_of(http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS}), 503, "no-model-loaded")
     with pytest.raises(NotLoadedError):
         tiny_lab.rerank(QUERY, DOCUMENTS)
@@ -178,11 +217,6 @@ def test_the_method_of_the_lab_returns_rows_and_a_data_frame(quick_lab):
     from_column = quick_lab.rerank(QUERY, ranked.df["document"])
     assert [row.document for row in from_column] == [row.document for row in ranked]
     assert quick_lab.rerank(QUERY, np.array(DOCUMENTS))[0].index == 1
-
-
-@pytest.mark.anyio
-async def test_the_method_of_the_lab_can_be_awaited(quick_lab):
-    assert (await quick_lab.arerank(QUERY, [{"text": DOCUMENTS[1]}]))[0].document == DOCUMENTS[1]
 
 
 @pytest.mark.parametrize(

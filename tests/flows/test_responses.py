@@ -18,7 +18,6 @@ from tests.support.waiting import until
 PATH = "/v1/responses"
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " /[0-9]{100}/ "\\n"'}
 CODE = {"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}"}
-NO_ARGUMENTS = {"type": "object", "properties": {}}
 TOOLS = [
     {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}},
     {"type": "custom", "name": "patch", "description": "Change a file.", "format": GRAMMAR},
@@ -45,38 +44,38 @@ def frames(http, **changes):
 
 
 @pytest.mark.parametrize(
-    ("content", "changes", "kind"),
+    ("content", "changes", "expected"),
     [
-        (call("patch", input='a\n"b"'), {}, "custom_tool_call"),
-        (call("mcp__files__look"), {}, "function_call"),
-        ("hello", {"tool_choice": {"type": "custom", "name": "patch"}}, "custom_tool_call"),
+        (call("patch", input='a\n"b"'), {}, {"type": "custom_tool_call", "name": "patch", "input": 'a\n"b"'}),
+        (
+            call("mcp__files__look"),
+            {},
+            {"type": "function_call", "name": "look", "namespace": "mcp__files", "arguments": "{}"},
+        ),
+        # A custom tool that is forced gets an input that its grammar generates.
+        ("hello", {"tool_choice": {"type": "custom", "name": "patch"}}, {"type": "custom_tool_call", "name": "patch"}),
+        (
+            "abc",
+            {"tool_choice": {"type": "custom", "name": "code"}},
+            {"type": "custom_tool_call", "name": "code", "input": "abc"},
+        ),
         (
             "hello",
             {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": TOOLS[:1]}},
-            "function_call",
+            {"type": "function_call", "name": "clock"},
         ),
     ],
 )
-def test_a_stream_has_the_calls_of_the_whole_response(http, content, changes, kind):
+def test_a_stream_and_a_whole_response_have_the_calls_of_the_format(http, content, changes, expected):
     fields = {"input": content, "tools": TOOLS, **changes}
     whole, form = http.post(PATH, json=body(**fields)).json(), Responses()
-    assert [item["type"] for item in whole["output"]] == [kind]
+    [item] = whole["output"]
+    assert {name: item[name] for name in expected} == expected
+    assert ("namespace" in item) == ("namespace" in expected)
+    if item["name"] == "patch" and changes:
+        assert item["call_id"].startswith("call_")
+        assert re.fullmatch(r"\*\*\* [0-9]{100}\n", item["input"])
     assert form.comparable(form.assemble(frames(http, **fields))) == form.comparable(whole)
-
-
-def test_calls_have_the_names_and_inputs_of_the_format(http):
-    def only_item(content, **changes):
-        [item] = http.post(PATH, json=body(input=content, tools=TOOLS, **changes)).json()["output"]
-        return {name: item.get(name) for name in ("type", "name", "namespace", "arguments", "input") if item.get(name)}
-
-    look = {"type": "function_call", "name": "look", "namespace": "mcp__files", "arguments": "{}"}
-    assert only_item(call("mcp__files__look")) == look
-    patch = {"type": "custom_tool_call", "name": "patch", "input": 'a\n"b"'}
-    assert only_item(call("patch", input='a\n"b"')) == patch
-    # A custom tool that is forced gets an input that its grammar generates.
-    forced = only_item("hello", tool_choice={"type": "custom", "name": "patch"})
-    assert re.fullmatch(r"\*\*\* [0-9]{100}\n", forced["input"])
-    assert only_item("abc", tool_choice={"type": "custom", "name": "code"})["input"] == "abc"
 
 
 def test_a_conversation_is_converted_to_the_chat_format():
@@ -109,6 +108,7 @@ def test_a_conversation_is_converted_to_the_chat_format():
 
 
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aaaa"}]}]
+UNIQUE = {"type": "json_schema", "name": "a", "schema": {"type": "array", "uniqueItems": True}}
 CLOCK_CALL = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
 
@@ -141,6 +141,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
             "text.format.schema",
             "text.format.schema: has",
         ),
+        ({"text": {"format": UNIQUE}}, 400, "text.format", "cannot be enforced"),
         ({"prompt": {"id": "pmpt_1"}}, 400, "prompt", "stored prompts (send instructions and input) are not supported"),
         ({"background": True, "stream": True}, 400, None, "leave one of them out"),
         ({"background": True, "store": False}, 400, None, "must be stored"),
@@ -160,17 +161,6 @@ def test_a_stream_reports_a_prompt_that_is_too_long_as_an_event(http):
     assert [event["type"] for event in data] == ["response.created", "response.in_progress", "response.failed"]
     failed = data[-1]["response"]
     assert (failed["status"], failed["error"]["code"]) == ("failed", "context_length_exceeded")
-
-
-def test_a_failing_answer_in_the_background_ends_with_its_error(tmp_path):
-    script = tmp_path / "script.jsonl"
-    script.write_text('{"text": "one two", "error": "broken", "code": "internal-error"}\n')
-    with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
-        begun = http.post(PATH, json=body(background=True)).json()
-        until(lambda: http.get(f"{PATH}/{begun['id']}").json()["status"] != "in_progress")
-        ended = http.get(f"{PATH}/{begun['id']}").json()
-    assert (ended["status"], ended["error"]["code"]) == ("failed", "server_error")
-    assert "broken" in ended["error"]["message"]
 
 
 # Stored responses
@@ -262,14 +252,13 @@ def test_a_response_in_the_background_that_fails_keeps_its_text(tmp_path):
     script = tmp_path / "script.jsonl"
     script.write_text(json.dumps({"text": "one two", "error": "broken", "code": "internal-error"}))
     with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
-        created = http.post(PATH, json=body(input="hello", background=True)).json()
-
-        def now():
-            return http.get(f"{PATH}/{created['id']}").json()
-
-        until(lambda: now()["status"] == "failed")
-        assert now()["output"][0]["content"][0]["text"] == "one two"
-        assert "broken" in now()["error"]["message"]
+        path = f"{PATH}/{http.post(PATH, json=body(background=True)).json()['id']}"
+        until(lambda: http.get(path).json()["status"] != "in_progress")
+        ended = http.get(path).json()
+    assert (ended["status"], ended["error"]["code"]) == ("failed", "server_error")
+    assert "broken" in ended["error"]["message"]
+    (item,) = ended["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "one two")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from websockets.sync.client import connect
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
-from tests.support.asking import ENDLESS, HELLO, echo_body
+from tests.support.asking import ENDLESS, echo_body
 from tests.support.labs import manager_of, wait_until_idle
 from tests.support.waiting import until
 
@@ -52,23 +52,25 @@ def test_tokens_are_followed_by_statistics(socket):
     assert 0 < stats["ttft_ms"] <= stats["total_ms"]
 
 
-def test_a_message_with_too_many_values_is_refused_with_the_limit(socket):
-    socket.send('{"messages": [' + "{}," * 300_000 + "{}]}")
-    error = receive(socket)["error"]
-    assert error["code"] == "body-too-large"
-    assert "50,000 lists and objects" in error["message"]
-    with pytest.raises(ConnectionClosed):
-        socket.recv(timeout=30)
-    assert socket.close_code == 1009
-
-
-@pytest.mark.parametrize("message", ["{", "[]", '{"model": NaN}', json.dumps({"model": "echo"}), b"\x00\x01"])
-def test_an_invalid_message_is_answered_and_the_connection_closed(socket, message, caplog):
+@pytest.mark.parametrize(
+    ("message", "code", "part"),
+    [
+        ("{", "invalid-request", "not valid JSON"),
+        ("[]", "invalid-request", "must be a JSON object"),
+        ('{"model": NaN}', "invalid-request", "not valid JSON"),
+        (json.dumps({"model": "echo"}), "invalid-request", "messages: Field required"),
+        (b"\x00\x01", "invalid-request", "is a binary message"),
+        pytest.param('{"n": [' + "{}," * 300_000 + "{}]}", "body-too-large", "50,000 lists and objects", id="large"),
+        (json.dumps(echo_body(n=2)), "invalid-request", "n is 2, but a WebSocket carries one answer"),
+    ],
+)
+def test_an_invalid_message_is_answered_and_the_connection_closed(socket, message, code, part, caplog):
     socket.send(message)
-    assert receive(socket)["error"]["code"] == "invalid-request"
+    error = receive(socket)["error"]
+    assert (error["code"], part in error["message"]) == (code, True), error
     with pytest.raises(ConnectionClosed):
         socket.recv(timeout=30)
-    assert socket.close_code == 1008
+    assert socket.close_code == (1009 if code == "body-too-large" else 1008)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -91,27 +93,6 @@ def test_logprobs_are_sent_with_their_tokens_on_request(socket):
     assert all(len(logprob["top_logprobs"]) == 1 for logprob in content)
 
 
-def test_sampling_is_the_same_as_on_other_routes(socket, http):
-    warm = {
-        "messages": HELLO,
-        "temperature": 1.5,
-        "seed": 3,
-        "top_k": 50,
-        "presence_penalty": 1,
-        "ignore_eos": True,
-    }
-    ask(socket, **warm)
-    *tokens, _ = receive_all(socket)
-    whole = http.post("/v1/chat/completions", json=echo_body(**warm)).json()
-    assert "".join(message["token"] for message in tokens) == whole["choices"][0]["message"]["content"]
-
-
-def test_a_connection_has_one_answer(socket):
-    ask(socket, n=2)
-    error = receive(socket)["error"]
-    assert (error["code"], error["param"]) == ("invalid-request", "n")
-
-
 def test_a_second_message_is_refused_and_the_first_answer_continues(socket):
     ask(socket, max_tokens=60, ignore_eos=True)
     first = receive(socket)
@@ -122,15 +103,6 @@ def test_a_second_message_is_refused_and_the_first_answer_continues(socket):
     errors = [message["error"]["code"] for message in messages if "error" in message]
     assert errors == ["invalid-request"]
     assert messages[-1]["stats"]["completion_tokens"] == 60
-
-
-def test_closing_early_frees_the_slot(lab):
-    tokens = manager_of(lab).snapshot.totals.output_tokens
-    with connect(address(lab)) as socket:
-        ask(socket, **ENDLESS)
-        receive(socket)
-    wait_until_idle(lab)
-    assert manager_of(lab).snapshot.totals.output_tokens - tokens < ENDLESS["max_tokens"]
 
 
 @pytest.mark.long

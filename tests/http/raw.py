@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http import Limits
 from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
+from lmx_lab.wire.errors import ErrorBody
 from tests.support.waiting import WAIT_S
 
 SHORT_S = 0.2
@@ -18,6 +20,10 @@ READ_LATER_S = 3.5 * SHORT_S
 SHORT = Limits(head_s=SHORT_S, body_s=SHORT_S, body_bytes=10**9, late_s=SHORT_S / 4, linger_s=SHORT_S)
 """Very short deadlines, and a minimum speed that only complete bodies reach."""
 GET = b"GET /read HTTP/1.1\r\nhost: localhost\r\n\r\n"
+HANDSHAKE = (
+    b"GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
@@ -60,8 +66,8 @@ class RawClient:
 
 
 @asynccontextmanager
-async def running(app: App, limits: Limits | None = None) -> AsyncIterator[RunningServer]:
-    host = await serve(app, bind("127.0.0.1", 0, explicit=True), limits=limits)
+async def running(app: App, limits: Limits | None = None, **options: Any) -> AsyncIterator[RunningServer]:
+    host = await serve(app, bind("127.0.0.1", 0, explicit=True), limits=limits, **options)
     try:
         yield host
     finally:
@@ -79,6 +85,25 @@ async def connect_raw(host: RunningServer) -> AsyncIterator[RawClient]:
             await client.writer.wait_closed()
 
 
+@asynccontextmanager
+async def open_socket(host: RunningServer, path: str = "/") -> AsyncIterator[RawClient]:
+    """Open a WebSocket. The block has a time limit."""
+    async with connect_raw(host) as client, asyncio.timeout(3 * WAIT_S):
+        client.send(HANDSHAKE.replace(b"/", path.encode(), 1))
+        await client.reader.readuntil(b"\r\n\r\n")
+        yield client
+
+
+def check_timeout_error(answer: bytes) -> str:
+    """Check that an answer is the error of a request that arrives too slowly, and return its message."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nx-content-type-options: nosniff\r\n" in head
+    error = ErrorBody.model_validate_json(body).error
+    assert (error.code, error.type, error.retryable) == (InvalidRequestError.code, "invalid_request_error", False)
+    return error.message
+
+
 async def lifespan(receive: Any, send: Any) -> None:
     for what in ("startup", "shutdown"):
         await receive()
@@ -92,55 +117,39 @@ async def respond(send: Any, text: bytes = b"", status: int = 200) -> None:
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Respond with the number of bytes of a body, and to messages of a WebSocket with their text or, at ``/length``,
+    with their number of characters.
+    """
     if scope["type"] == "lifespan":
         await lifespan(receive, send)
     elif scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.accept"})
         while (message := await receive())["type"] == "websocket.receive":
-            await send({"type": "websocket.send", "text": message["text"]})
+            text = message["text"]
+            await send(
+                {"type": "websocket.send", "text": f"{len(text)} characters" if scope["path"] == "/length" else text}
+            )
+    elif scope["path"] == "/refuse":
+        await respond(send, b"no", 403)
+    elif scope["path"] == "/stream":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(6):
+            await asyncio.sleep(SHORT_S / 2)
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        await send({"type": "http.response.body"})
     else:
-        await {"/read": read, "/read-later": read_later, "/refuse": refuse, "/stream": stream}[scope["path"]](
-            receive, send
-        )
-
-
-async def read(receive: Any, send: Any) -> None:
-    size, more = 0, True
-    while more:
-        message = await receive()
-        size, more = size + len(message["body"]), message["more_body"]
-    await respond(send, str(size).encode())
-
-
-async def read_later(receive: Any, send: Any) -> None:
-    await asyncio.sleep(READ_LATER_S)
-    await read(receive, send)
-
-
-async def refuse(receive: Any, send: Any) -> None:
-    await respond(send, b"no", 403)
-
-
-async def stream(receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    for _ in range(6):
-        await asyncio.sleep(SHORT_S / 2)
-        await send({"type": "http.response.body", "body": b"x", "more_body": True})
-    await send({"type": "http.response.body"})
-
-
-async def no_content(scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "lifespan":
-        await lifespan(receive, send)
-        return
-    await send({"type": "http.response.start", "status": 204, "headers": []})
-    await send({"type": "http.response.body"})
+        await asyncio.sleep(READ_LATER_S if scope["path"] == "/read-later" else 0)
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+        await respond(send, str(size).encode())
 
 
 async def answer_to(*pieces: str) -> bytes:
     """Send a request in pieces, and read until the connection is closed, or until the end of the response head."""
-    async with running(no_content) as host, connect_raw(host) as client:
+    async with running(app) as host, connect_raw(host) as client:
         for piece in pieces:
             client.send(piece.encode())
             await asyncio.sleep(SHORT_S if len(pieces) > 1 else 0)
@@ -149,27 +158,3 @@ async def answer_to(*pieces: str) -> bytes:
             if b"connection: close" in answer:
                 answer += await client.reader.read()
     return answer
-
-
-async def report_length(scope: Any, receive: Any, send: Any) -> None:
-    """Respond with the length of the body or message."""
-    if scope["type"] == "http":
-        size, more = 0, True
-        while more:
-            message = await receive()
-            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": f"{size} bytes".encode()})
-    elif scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.accept"})
-        while (message := await receive())["type"] == "websocket.receive":
-            await send({"type": "websocket.send", "text": f"{len(message['text'])} characters"})
-    else:
-        await lifespan(receive, send)
-
-
-@asynccontextmanager
-async def opened(limits: Limits | None = None) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    async with running(report_length, limits) as host, connect_raw(host) as client, asyncio.timeout(30):
-        yield client.reader, client.writer

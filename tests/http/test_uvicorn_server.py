@@ -4,10 +4,8 @@ import errno
 import logging
 import signal
 import socket
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from websockets.asyncio.client import connect
@@ -16,9 +14,10 @@ from websockets.exceptions import ConnectionClosed
 from lmx_lab.errors import HostingError, PortTakenError
 from lmx_lab.http import Limits, uvicorn_server
 from lmx_lab.http.uvicorn_server import bind, recent_logs, serve
-from tests.support.programs import ROOT
-from tests.support.sockets import HealthApp, fetch
+from tests.http.raw import HANDSHAKE, connect_raw, open_socket, running
+from tests.support.sockets import HealthApp, answering, fetch
 
+pytestmark = pytest.mark.anyio
 WAIT_S = 60
 
 
@@ -32,25 +31,6 @@ def has_ipv6():
 HAS_IPV6 = has_ipv6()
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
-@contextlib.asynccontextmanager
-async def serving(app=None, **options):
-    host = await serve(app or HealthApp(), bind("127.0.0.1", 0, explicit=True), **options)
-    try:
-        yield host
-    finally:
-        await host.stop()
-
-
-def test_port_zero_is_replaced_by_a_free_port():
-    with bind("127.0.0.1", 0, explicit=True) as sock:
-        assert sock.getsockname()[1] > 0
-
-
 @pytest.mark.parametrize("second", ["127.0.0.1", "0.0.0.0"])
 def test_the_error_for_a_used_explicit_port_names_the_port_and_the_next_step(second):
     with socket.socket() as sock:
@@ -60,7 +40,10 @@ def test_the_error_for_a_used_explicit_port_names_the_port_and_the_next_step(sec
             bind(second, port, explicit=True)
 
 
-def test_the_next_free_port_replaces_a_used_preferred_port():
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_the_next_free_port_replaces_a_used_preferred_port(system, monkeypatch):
+    """On other systems than Linux, a listening program is found by connecting to it."""
+    monkeypatch.setattr(sys, "platform", system)
     with bind("127.0.0.1", 0, explicit=True) as first:
         port = first.getsockname()[1]
         with bind("127.0.0.1", port, explicit=False) as second:
@@ -75,8 +58,7 @@ def test_the_error_names_all_ports_that_were_tried():
 
 
 @pytest.mark.parametrize(
-    ("host", "port"),
-    [("192.0.2.1", 0), ("no-such-host.invalid", 0), ("a" * 300, 0), ("127.0.0.1", 65536), ("::zz", 0)],
+    ("host", "port"), [("192.0.2.1", 0), ("no-such-host.invalid", 0), ("a" * 300, 0), ("127.0.0.1", 65536), ("::zz", 0)]
 )
 def test_an_address_of_no_interface_is_a_hosting_error(host, port):
     with pytest.raises(HostingError):
@@ -97,55 +79,24 @@ def test_a_program_on_the_port_that_does_not_respond_is_another_program():
         bind("127.0.0.1", sock.getsockname()[1], explicit=True, response_s=0.05)
 
 
-def test_a_busy_lab_on_the_port_is_named_in_the_error():
-    def answer(listener):
-        client, _ = listener.accept()
-        with client:
-            client.recv(8192)
-            time.sleep(0.6)  # busy, for longer than a connection may take
-            client.sendall(b"HTTP/1.1 200 OK\r\nx-lmx-lab: 1\r\n\r\n{}")
-
-    with bind("127.0.0.1", 0, explicit=True) as sock, ThreadPoolExecutor(1) as pool:
-        sock.settimeout(WAIT_S)
-        answering = pool.submit(answer, sock)
-        with pytest.raises(PortTakenError, match="another LMX Lab server"):
-            bind("127.0.0.1", sock.getsockname()[1], explicit=True, response_s=WAIT_S)
-        answering.result(WAIT_S)
-
-
-def test_the_probe_detects_whether_a_program_listens():
-    with bind("127.0.0.1", 0, explicit=True) as sock:
-        port = sock.getsockname()[1]
-        assert uvicorn_server._is_accepting("0.0.0.0", port)
-    assert not uvicorn_server._is_accepting("0.0.0.0", port)
-
-
-SERVER = """
-import asyncio, sys
-from lmx_lab.http.uvicorn_server import bind, serve
-from tests.support.sockets import HealthApp
-async def main():
-    host = await serve(HealthApp(name=sys.argv[1]), bind("127.0.0.1", 0, explicit=True))
-    print(host.port, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await host.stop()
-asyncio.run(main())
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "holder"), [("lmx-lab", "another LMX Lab server"), ("other", "another program")])
-def test_a_lab_of_another_process_on_the_port_is_named_in_the_error(name, holder):
-    command = [sys.executable, "-c", SERVER, name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        port = int(process.stdout.readline())
-        with pytest.raises(PortTakenError, match=holder):
-            bind("127.0.0.1", port, explicit=True, response_s=WAIT_S)
-        process.communicate()
-    assert process.returncode == 0
+@pytest.mark.parametrize(
+    ("head", "body", "owner"),
+    [
+        ("x-lmx-lab: 1\r\n", "{}", "another LMX Lab server"),
+        ("", '{"name": "lmx-lab"}', "another LMX Lab server"),
+        ("", '{"name": "other"}', "another program"),
+    ],
+)
+def test_the_program_on_the_port_is_named_in_the_error(head, body, owner):
+    def answer_late():
+        time.sleep(0.6)  # busy, for longer than a connection may take
+        yield f"HTTP/1.1 200 OK\r\n{head}\r\n{body}".encode()
+
+    with answering(answer_late()) as server, pytest.raises(PortTakenError, match=owner):
+        bind("127.0.0.1", int(server.url.rpartition(":")[2]), explicit=True, response_s=WAIT_S)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "[::1]"])
 async def test_the_url_can_be_used_directly(address):
     if ":" in address and not HAS_IPV6:
@@ -156,19 +107,13 @@ async def test_the_url_can_be_used_directly(address):
     await host.stop()
 
 
-@pytest.mark.anyio
 async def test_small_responses_do_not_wait_for_acknowledgements_of_the_client():
-    async with serving() as host:
-        reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await reader.readuntil(b"\r\n\r\n")
+    async with running(HealthApp()) as host, open_socket(host):
         (connection,) = host._server.server_state.connections
         accepted = connection.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        writer.close()
 
 
-@pytest.mark.anyio
 async def test_a_request_sent_before_the_server_started_is_answered():
     sock = bind("127.0.0.1", 0, explicit=True)
     early = asyncio.create_task(asyncio.to_thread(fetch, sock.getsockname()[1]))
@@ -181,11 +126,10 @@ async def test_a_request_sent_before_the_server_started_is_answered():
     await host.stop()
 
 
-@pytest.mark.anyio
 async def test_signal_handlers_logging_and_event_loop_are_unchanged(capfd):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     loop, root = asyncio.get_running_loop(), list(logging.getLogger().handlers)
-    async with serving() as host:
+    async with running(HealthApp()) as host:
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
         assert await asyncio.to_thread(fetch, host.port) == "ok"
         assert host.loop is loop
@@ -195,7 +139,6 @@ async def test_signal_handlers_logging_and_event_loop_are_unchanged(capfd):
     assert len(recent_logs()) <= 500
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("fail_at", ["startup", "startup.failed", "exit"])
 async def test_an_error_at_startup_is_raised_and_frees_the_port(fail_at, capfd):
     sock = bind("127.0.0.1", 0, explicit=True)
@@ -208,7 +151,6 @@ async def test_an_error_at_startup_is_raised_and_frees_the_port(fail_at, capfd):
     bind("127.0.0.1", port, explicit=True).close()
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_start_leaves_no_task_and_no_port():
     sock = bind("127.0.0.1", 0, explicit=True)
     port = sock.getsockname()[1]
@@ -219,7 +161,6 @@ async def test_a_cancelled_start_leaves_no_task_and_no_port():
     bind("127.0.0.1", port, explicit=True).close()
 
 
-@pytest.mark.anyio
 async def test_stop_ends_the_lifespan_frees_the_port_and_is_idempotent():
     app, tasks = HealthApp(), asyncio.all_tasks()
     host = await serve(app, bind("127.0.0.1", 0, explicit=True))
@@ -236,44 +177,37 @@ async def test_stop_ends_the_lifespan_frees_the_port_and_is_idempotent():
     await again.stop()
 
 
-@pytest.mark.anyio
 async def test_stop_takes_a_limited_time_if_a_request_hangs():
     app = HealthApp()
-    host = await serve(app, bind("127.0.0.1", 0, explicit=True))
-    reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-    writer.write(b"GET /hang HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    await app.hanging.wait()
-    await host.stop(grace_s=0)
-    assert app.cancelled.is_set()
-    with contextlib.suppress(ConnectionError):
-        await reader.read()
-    writer.close()
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(b"GET /hang HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await app.hanging.wait()
+        await host.stop(grace_s=0)
+        assert app.cancelled.is_set()
+        await client.read_to_end()
 
 
-@pytest.mark.anyio
 async def test_stop_takes_a_limited_time_if_the_lifespan_hangs():
-    app, sock = HealthApp(fail_at="shutdown hangs"), bind("127.0.0.1", 0, explicit=True)
-    host = await serve(app, sock, limits=Limits(cancel_s=0.3))
-    await host.stop(grace_s=0)
-    assert not host.running
+    async with running(HealthApp(fail_at="shutdown hangs"), Limits(cancel_s=0.3)) as host:
+        await host.stop(grace_s=0)
+        assert not host.running
 
 
-@pytest.mark.anyio
 async def test_websockets_have_a_size_limit_and_are_closed_by_stop():
-    host = await serve(HealthApp(), bind("127.0.0.1", 0, explicit=True), ws_max_bytes=1000)
-    url = f"ws://127.0.0.1:{host.port}/"
-    async with connect(url, proxy=None) as client:
-        await client.send("hello")
-        assert await client.recv() == "hello"
-        await client.send("x" * 1001)
-        with pytest.raises(ConnectionClosed) as caught:
-            await client.recv()
-        assert caught.value.rcvd.code == 1009
-    async with connect(url, proxy=None) as client:
-        await host.stop()
-        with pytest.raises(ConnectionClosed) as caught:
-            await client.recv()
-        assert caught.value.rcvd.code == 1012
+    async with running(HealthApp(), ws_max_bytes=1000) as host:
+        url = f"ws://127.0.0.1:{host.port}/"
+        async with connect(url, proxy=None) as client:
+            await client.send("hello")
+            assert await client.recv() == "hello"
+            await client.send("x" * 1001)
+            with pytest.raises(ConnectionClosed) as caught:
+                await client.recv()
+            assert caught.value.rcvd.code == 1009
+        async with connect(url, proxy=None) as client:
+            await host.stop()
+            with pytest.raises(ConnectionClosed) as caught:
+                await client.recv()
+            assert caught.value.rcvd.code == 1012
 
 
 class Flooding(HealthApp):
@@ -301,20 +235,11 @@ def masked(opcode, payload, *, fin=True):
     return bytes([0x80 * fin | opcode, 0x80 | len(payload), 0, 0, 0, 0]) + payload
 
 
-HANDSHAKE = (
-    b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-)
-
-
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_pings_of_a_client_that_does_not_read_are_not_queued_and_its_messages_are_received():
     app = Flooding()
-    async with serving(app) as host, asyncio.timeout(WAIT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**20)
-        writer.write(HANDSHAKE)
-        await reader.readuntil(b"\r\n\r\n")
+    async with running(app) as host, open_socket(host) as client:
+        reader, writer = client.reader, client.writer
         writer.transport.pause_reading()
         writer.write(masked(1, b"begun"))
         assert (await app.received.get())["text"] == "begun"
@@ -336,15 +261,11 @@ async def test_pings_of_a_client_that_does_not_read_are_not_queued_and_its_messa
         writer.write(masked(8, b"\x03\xe8"))
         assert (await app.received.get())["code"] == 1000
         assert await reader.read() == masked(8, b"")[:1] + b"\x02\x03\xe8"
-        writer.close()
 
 
-@pytest.mark.anyio
 async def test_tiny_fragments_are_joined_in_one_buffer_without_the_pings_between_them():
-    async with serving(HealthApp()) as host, asyncio.timeout(WAIT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**20)
-        writer.write(HANDSHAKE)
-        await reader.readuntil(b"\r\n\r\n")
+    async with running(HealthApp()) as host, open_socket(host) as client:
+        reader, writer = client.reader, client.writer
         (connection,) = host._server.server_state.connections
         for opcode in (1, *[0] * 399):
             writer.write(masked(opcode, b"ab", fin=False) + masked(9, b"p" * 125))
@@ -359,7 +280,6 @@ async def test_tiny_fragments_are_joined_in_one_buffer_without_the_pings_between
         assert connection.held_bytes == 0
         writer.write(masked(1, b"again"))
         assert (await reader.readuntil(b"again")).endswith(b"\x81\x05again")
-        writer.close()
 
 
 class Slow(HealthApp):
@@ -375,17 +295,13 @@ class Slow(HealthApp):
         await super().echo(receive, send)
 
 
-@pytest.mark.anyio
 async def test_an_invalid_frame_before_the_end_of_the_handshake_closes_the_connection_without_a_log(caplog):
     app, before = Slow(), set(recent_logs())
-    async with serving(app) as host, asyncio.timeout(WAIT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-        writer.write(HANDSHAKE)
+    async with running(app) as host, connect_raw(host) as client, asyncio.timeout(WAIT_S):
+        client.send(HANDSHAKE)
         await app.waiting.wait()
-        writer.write(masked(3, b"no such opcode"))
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-        writer.close()
+        client.send(masked(3, b"no such opcode"))
+        assert await client.read_to_end() == b""
         app.accept.set()
         while host._server.server_state.tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -400,14 +316,10 @@ class FinalMessage(Flooding):
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_a_slow_client_receives_the_last_message_of_a_stopping_server_before_the_close():
     app = FinalMessage()
-    host = await serve(app, bind("127.0.0.1", 0, explicit=True))
-    async with asyncio.timeout(WAIT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**20)
-        writer.write(HANDSHAKE)
-        await reader.readuntil(b"\r\n\r\n")
+    async with running(app) as host, open_socket(host) as client:
+        reader, writer = client.reader, client.writer
         writer.transport.pause_reading()
         stopping = asyncio.create_task(host.stop(WAIT_S))
         assert (await app.received.get())["code"] == 1012
@@ -426,7 +338,6 @@ async def test_a_slow_client_receives_the_last_message_of_a_stopping_server_befo
         assert len(received) == 10 + app.size + 17 + 4
         assert received.endswith(b"x" + b"\x81\x0fand that is why" + b"\x88\x02\x03\xf4")
         await stopping
-        writer.close()
 
 
 class Large(Flooding):
@@ -439,7 +350,6 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("begin", "end"),
     [(HANDSHAKE, masked(8, b"\x03\xe8")), (HANDSHAKE, masked(9, b"ping")), (CHUNKED, b"no chunk\r\n")],
@@ -447,27 +357,22 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n
 )
 async def test_a_client_that_does_not_read_and_disconnects_does_not_interrupt_the_stop(begin, end):
     app = Large()
-    host = await serve(app, bind("127.0.0.1", 0, explicit=True))
-    async with asyncio.timeout(WAIT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**16)
-        writer.write(begin)
-        await reader.readuntil(b"\r\n\r\n")
-        writer.transport.pause_reading()
+    async with running(app) as host, connect_raw(host) as client, asyncio.timeout(WAIT_S):
+        client.send(begin)
+        await client.reader.readuntil(b"\r\n\r\n")
+        client.writer.transport.pause_reading()
         await asyncio.sleep(0.1)
-        writer.write(end)
+        client.send(end)
         await asyncio.sleep(0.1)
         await host.stop(grace_s=0.3)
         assert app.ended
-        writer.transport.abort()
+        client.writer.transport.abort()
 
 
-@pytest.mark.anyio
 async def test_the_disconnect_of_a_client_that_does_not_read_is_detected():
     app = Flooding()
-    async with serving(app) as host, asyncio.timeout(WAIT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", host.port, limit=2**16)
-        writer.write(HANDSHAKE)
-        await reader.readuntil(b"\r\n\r\n")
+    async with running(app) as host, open_socket(host) as client:
+        writer = client.writer
         writer.transport.pause_reading()
         writer.write(masked(9, b"p" * 125) * 400 + masked(1, b"begun"))
         assert (await app.received.get())["text"] == "begun"
@@ -475,8 +380,7 @@ async def test_the_disconnect_of_a_client_that_does_not_read_is_detected():
         assert (await app.received.get())["type"] == "websocket.disconnect"
 
 
-@pytest.mark.anyio
 async def test_a_server_cannot_be_stopped_from_another_event_loop():
-    async with serving() as host:
+    async with running(HealthApp()) as host:
         with pytest.raises(HostingError, match="another loop"):
             await asyncio.to_thread(asyncio.run, host.stop())

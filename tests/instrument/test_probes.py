@@ -14,19 +14,12 @@ from lmx_lab.errors import InvalidRequestError, MissingPackageError, NotLoadedEr
 from lmx_lab.instrument import probes
 from lmx_lab.instrument.probes import LayerActivations, ProbeRun
 from lmx_lab.values.tensors import decode_tensors
-from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 TEXTS = [f"{word} {end}" for end in ("red", "blue") for word in WORDS]
 LABELS = ["red"] * len(WORDS) + ["blue"] * len(WORDS)
 FULL = Path("/dev/full")
-
-
-@pytest.fixture(scope="module")
-def lab(tiny, tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), tiny.path, threads=1) as lab:
-        yield lab
 
 
 def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab):
@@ -196,40 +189,28 @@ def test_all_texts_are_computed_by_one_model(lab, tiny, monkeypatch):
 
 
 MISSING = (None, float("nan"), np.float32("nan"), pd.NA, pd.NaT, [1, 0], np.eye(2)[0])
+INVALID = {
+    "labels": [
+        *(["red"] * 7 + [label] + ["blue"] * 12 for label in MISSING),
+        *("r" * 10 + "b" * 10, dict.fromkeys(TEXTS, 1), 5, np.linspace(0, 1, 20), LABELS[1:]),
+        *(["red"] * len(TEXTS), ["red"] * 18 + ["blue"] * 2),
+    ],
+    "texts": [
+        *("text", set(TEXTS), pd.DataFrame({"text": TEXTS}), np.array("text")),
+        *([*TEXTS[:-1], text] for text in (None, "", 5)),
+    ],
+    "folds": [1, True, 5.0],
+    "layer": ["first", [], 2, [0, -1], None, 1.0],
+    "position": [9, "first", [0]],
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        *(({"labels": ["red"] * 7 + [label] + ["blue"] * 12}, "labels") for label in MISSING),
-        ({"texts": "text"}, "texts"),
-        ({"texts": set(TEXTS)}, "texts"),
-        ({"texts": pd.DataFrame({"text": TEXTS})}, "texts"),
-        ({"texts": np.array("text")}, "texts"),
-        ({"texts": [*TEXTS[:-1], None]}, "texts"),
-        ({"texts": [*TEXTS[:-1], ""]}, "texts"),
-        ({"labels": "r" * 10 + "b" * 10}, "labels"),
-        ({"labels": dict.fromkeys(TEXTS, 1)}, "labels"),
-        ({"labels": 5}, "labels"),
-        ({"labels": np.linspace(0, 1, 20)}, "labels"),
+        *(({name: value}, name) for name, values in INVALID.items() for value in values),
         ({"texts": TEXTS[:1] * 10 + TEXTS[10:]}, "labels"),
         ({"texts": [], "labels": []}, "texts"),
-        ({"texts": [*TEXTS[:-1], 5]}, "texts"),
-        ({"labels": LABELS[1:]}, "labels"),
-        ({"labels": ["red"] * len(TEXTS)}, "labels"),
-        ({"labels": ["red"] * 18 + ["blue"] * 2}, "labels"),
-        ({"folds": 1}, "folds"),
-        ({"folds": True}, "folds"),
-        ({"folds": 5.0}, "folds"),
-        ({"layer": "first"}, "layer"),
-        ({"layer": []}, "layer"),
-        ({"layer": 2}, "layer"),
-        ({"layer": [0, -1]}, "layer"),
-        ({"layer": None}, "layer"),
-        ({"layer": 1.0}, "layer"),
-        ({"position": 9}, "position"),
-        ({"position": "first"}, "position"),
-        ({"position": [0]}, "position"),
     ],
 )
 def test_invalid_arguments_are_refused(lab, changes, param):

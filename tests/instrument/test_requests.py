@@ -7,7 +7,6 @@ import pickle
 import sqlite3
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import httpx2
 import pandas as pd
@@ -48,9 +47,14 @@ def lab(tmp_path_factory):
 
 
 def post(lab, path="/v1/chat/completions", *, own=False, **fields):
-    """Send a request like a client from ``lab.openai``, or like one that only knows the key."""
+    """Send a request like a client from ``lab.openai``, or like one that only knows the key.
+
+    Args:
+        fields: Changes of the body; a field with the value None is left out.
+    """
     headers = {"authorization": f"Bearer {lab.settings.api_key}", **(lab.openai["default_headers"] if own else {})}
-    return httpx2.post(f"{lab.url}{path}", json=BODY | fields, headers=headers).raise_for_status()
+    body = {name: value for name, value in (BODY | fields).items() if value is not None}
+    return httpx2.post(f"{lab.url}{path}", json=body, headers=headers).raise_for_status()
 
 
 # --- what is recorded
@@ -61,10 +65,7 @@ def test_requests_of_the_notebook_are_recorded_and_those_of_other_clients_are_no
     lab.chat("hello", system="Be brief.")
     assert "x-lmx-recorded" not in post(lab, own=True).headers
     post(lab, own=True, stream=True)
-    completion = {"messages": None, "prompt": ["one", "two"], "n": 2}
-    fields = {name: value for name, value in (BODY | completion).items() if value is not None}
-    headers = {"authorization": "Bearer s3cret-key", **lab.openai["default_headers"]}
-    httpx2.post(f"{lab.url}/v1/completions", json=fields, headers=headers).raise_for_status()
+    post(lab, "/v1/completions", own=True, messages=None, prompt=["one", "two"], n=2)
     assert len(lab.requests) - before == 1 + 1 + 1 + 4
     assert post(lab).status_code == 200
     assert len(lab.requests) - before == 7
@@ -202,9 +203,8 @@ def test_a_request_is_replayed_with_its_seed(lab):
 
 @pytest.mark.slow
 def test_the_second_choice_of_a_completion_is_replayed_with_its_own_seed(lab):
-    fields = {"model": "default", "prompt": "one", "n": 2, "max_tokens": 20, "temperature": 2, "ignore_eos": True}
-    headers = {"authorization": "Bearer s3cret-key", **lab.openai["default_headers"]}
-    httpx2.post(f"{lab.url}/v1/completions", json=fields, headers=headers).raise_for_status()
+    fields = {"messages": None, "prompt": "one", "n": 2, "max_tokens": 20, "temperature": 2, "ignore_eos": True}
+    post(lab, "/v1/completions", own=True, **fields)
     first, second = sorted(lab.requests[-2:], key=lambda each: each.record.choice)
     assert first.answer != second.answer
     assert second.replay().same
@@ -378,7 +378,7 @@ def test_many_records_are_read_in_pages(tmp_path, monkeypatch):
     decoded = []
     decode = store_module.decode_record
 
-    def count(*arguments: Any, **named: Any) -> Record:
+    def count(*arguments, **named):
         decoded.append(named["id_"])
         return decode(*arguments, **named)
 
@@ -447,17 +447,16 @@ def test_named_tokens_reach_replies_clients_records_and_frames(lab):
     with lmx_lab.attach(lab.url, api_key="s3cret-key") as far:
         there = far.chat("hello", logprob_tokens=named).logprobs
         assert [each.logprob for each in there[0].named] == pytest.approx([each.logprob for each in tokens])
-    fields = {"model": "default", "prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 0}
-    headers = {"authorization": "Bearer s3cret-key"}
-    url = f"{lab.url}/v1/completions"
-    body = httpx2.post(url, json=fields | {"logprob_tokens": named}, headers=headers).json()
-    found = body["choices"][0]["logprobs"]["logprob_tokens"]
+    fields = {"messages": None, "prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 0}
+    choice = post(lab, "/v1/completions", **fields, logprob_tokens=named).json()["choices"][0]
+    found = choice["logprobs"]["logprob_tokens"]
     assert [len(each) for each in found] == [0] * (len(found) - 2) + [2, 2]
-    assert "logprob_tokens" not in httpx2.post(url, json=fields, headers=headers).json()["choices"][0]["logprobs"]
+    assert "logprob_tokens" not in post(lab, "/v1/completions", **fields).json()["choices"][0]["logprobs"]
     with pytest.raises(InvalidRequestError, match="which is 2 tokens of echo"):
         lab.chat("hello", logprob_tokens=[" seaside"[:6]])
-    refused = httpx2.post(url, json={**fields, "logprobs": None, "logprob_tokens": named}, headers=headers).json()
-    assert "requires logprobs" in refused["error"]["message"]
+    with pytest.raises(httpx2.HTTPStatusError) as refused:
+        post(lab, "/v1/completions", **{**fields, "logprobs": None}, logprob_tokens=named)
+    assert "requires logprobs" in refused.value.response.text
 
 
 @pytest.mark.anyio

@@ -14,17 +14,10 @@ import pytest
 import lmx_lab
 from lmx_lab import Steer
 from lmx_lab.errors import InvalidRequestError
-from tests.support.labs import serving
 
 pytestmark = pytest.mark.slow
 WIDTH = 32
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def lab(tiny, tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), tiny.path, slots=4, threads=1) as lab:
-        yield lab
 
 
 def steer(scale=3.0, **changes):
@@ -97,32 +90,20 @@ def test_vectors_are_multiplied_by_numbers():
         "2" * made
 
 
-@pytest.mark.parametrize(
-    ("arguments", "param"),
-    [
-        ((0, [[1.0]]), "vector"),
-        ((0, []), "vector"),
-        ((0, ["a"]), "vector"),
-        ((0, [1.0, float("nan")]), "vector"),
-        ((0, [1.0, None]), "vector"),
-        ((0, ["1.0"]), "vector"),
-        ((0, np.array([1j])), "vector"),
-        ((0, [1e39]), "vector"),
-        ((0, [[1.0], [1.0, 2.0]]), "vector"),
-        ((0, np.zeros(65_537)), "vector"),
-        ((0, 1.0), "vector"),
-        ((1.0, [1.0]), "layer"),
-        ((0, [1.0], 10**400), "scale"),
-        ((0, [1.0], True), "scale"),
-        ((-1, [1.0]), "layer"),
-        ((True, [1.0]), "layer"),
-        ((0, [1.0], float("inf")), "scale"),
-        ((0, [1.0], "1"), "scale"),
+INVALID = {
+    "vector": [
+        *([[1.0]], [], ["a"], [1.0, float("nan")], [1.0, None], ["1.0"], np.array([1j]), [1e39], [[1.0], [1.0, 2.0]]),
+        *(np.zeros(65_537), 1.0),
     ],
-)
-def test_invalid_vectors_are_refused(arguments, param):
+    "layer": [1.0, -1, True],
+    "scale": [10**400, True, float("inf"), "1"],
+}
+
+
+@pytest.mark.parametrize(("param", "value"), [(name, value) for name, values in INVALID.items() for value in values])
+def test_invalid_vectors_are_refused(param, value):
     with pytest.raises(InvalidRequestError) as refused:
-        Steer(*arguments)
+        Steer(**{"layer": 0, "vector": [1.0], param: value})
     assert refused.value.param == param
 
 

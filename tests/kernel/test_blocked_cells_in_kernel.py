@@ -1,12 +1,12 @@
 """Test that the server answers while a cell blocks: blocking clients in the cell itself, and clients outside."""
 
 import contextlib
-import http.client
 import json
 import re
 import subprocess
 import threading
 
+import httpx2
 import pytest
 from websockets.sync.client import connect
 
@@ -52,43 +52,29 @@ def notebook(running):
     until(lambda: running.run("print(lab.server.engine.snapshot.active_requests)") == "0")
 
 
-class Client:
-    """A client outside the kernel with a kept-alive connection."""
-
-    def __init__(self, port):
-        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-
-    def healthz(self):
-        self.connection.request("GET", "/healthz")
-        response = self.connection.getresponse()
-        response.read()
-        return response.status
-
-    def stream(self, words):
-        """Start a streamed answer that repeats this number of words; yields its pieces."""
-        body = {
-            "model": "default",
-            "stream": True,
-            "messages": [{"role": "user", "content": " ".join(["word"] * words)}],
-            "max_tokens": 10_000,
-        }
-        self.connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        with self.connection.getresponse() as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    for choice in event.get("choices", ()):
-                        yield choice["delta"].get("content") or ""
-                    if "error" in event:
-                        yield event["error"]["code"]
-
-
 @contextlib.contextmanager
 def clients(port, number):
-    made = [Client(port) for _ in range(number)]
-    yield made
-    for client in made:
-        client.connection.close()
+    """Clients outside the kernel, each with a connection that is kept alive."""
+    address = f"http://127.0.0.1:{port}"
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(httpx2.Client(base_url=address, timeout=WAIT_S)) for _ in range(number)]
+
+
+def healthz(client):
+    return client.get("/healthz").status_code
+
+
+def stream(client, words):
+    """Start a streamed answer that repeats this number of words; yields its pieces."""
+    messages = [{"role": "user", "content": " ".join(["word"] * words)}]
+    body = {"model": "default", "stream": True, "messages": messages, "max_tokens": 10_000}
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                yield from (choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+                if "error" in event:
+                    yield event["error"]["code"]
 
 
 @contextlib.contextmanager
@@ -168,8 +154,8 @@ def test_http_clients_in_the_cell_get_their_answer(notebook, code):
 
 def test_clients_outside_are_answered_while_a_cell_blocks(notebook, tmp_path):
     with clients(notebook.port, 4) as (kept, streaming, *new):
-        assert kept.healthz() == 200
-        pieces = streaming.stream(words=400)
+        assert healthz(kept) == 200
+        pieces = stream(streaming, 400)
         received = [next(pieces), next(pieces)]
         with connect(f"ws://127.0.0.1:{notebook.port}/v1/chat/stream") as socket:
             question = [{"role": "user", "content": " ".join(["word"] * 300)}]
@@ -180,9 +166,9 @@ def test_clients_outside_are_answered_while_a_cell_blocks(notebook, tmp_path):
             with blocked(notebook, tmp_path):
                 received += pieces
                 sent += tokens
-                assert [kept.healthz() for _ in range(20)] == [200] * 20
-                assert [client.healthz() for client in new] == [200] * len(new)
-            assert kept.healthz() == 200
+                assert [healthz(kept) for _ in range(20)] == [200] * 20
+                assert [healthz(client) for client in new] == [200] * len(new)
+            assert healthz(kept) == 200
         assert "".join(received).split() == ["word"] * 400
         assert "".join(sent).split() == ["word"] * 300
 
@@ -190,7 +176,7 @@ def test_clients_outside_are_answered_while_a_cell_blocks(notebook, tmp_path):
 def test_a_stream_that_begins_in_a_blocked_cell_ends_after_it(notebook, tmp_path):
     with clients(notebook.port, 1) as (client,):
         with blocked(notebook, tmp_path):
-            pieces = client.stream(words=300)
+            pieces = stream(client, 300)
             received = [next(pieces), next(pieces)]
         received += pieces
         assert "".join(received).split() == ["word"] * 300
@@ -200,7 +186,7 @@ def test_requests_are_answered_by_the_kernels_loop_while_it_is_free(notebook):
     with clients(notebook.port, 1) as (client,):
         before = eval(notebook.run("print(steps())"))
         for _ in range(200):
-            client.healthz()
+            healthz(client)
         after = eval(notebook.run("print(steps())"))
     by_host, by_thread = (now - then for now, then in zip(after, before, strict=True))
     assert by_host > by_thread  # On a busy machine, the thread takes over some steps.
@@ -222,7 +208,7 @@ def test_an_interrupt_ends_the_cell_and_no_other_stream(notebook, cell):
     # The complete answer takes a minute, so that only the interrupt ends it in time.
     notebook.run("text = 'word ' * 12_000; long = {**question, 'messages': [{'role': 'user', 'content': text}]}")
     with clients(notebook.port, 1) as (client,):
-        pieces = client.stream(words=300)
+        pieces = stream(client, 300)
         received = [next(pieces)]
         output = notebook.interrupt(f"print('started', flush=True)\n{cell}")
         assert output.error in ("KeyboardInterrupt", "CancelledError")
@@ -238,7 +224,7 @@ def test_interrupts_of_a_cell_that_nests_the_kernels_loop_fail_no_request(runnin
     def ask():
         with clients(notebook.port, 1) as (client,):
             while not stop.is_set():
-                if client.healthz() != 200:
+                if healthz(client) != 200:
                     failed.append(client)
 
     asking = [threading.Thread(target=ask) for _ in range(2)]
@@ -263,7 +249,7 @@ def test_a_kernel_that_is_shut_down_during_a_stream_exits_with_zero(fresh_notebo
     notebook = fresh_notebook
     port = int(notebook.run(SETUP))
     with clients(port, 1) as (client,):
-        pieces = client.stream(words=10_000)
+        pieces = stream(client, 10_000)
         next(pieces)
         if busy:
             notebook.start(BLOCKED.format(gate=str(tmp_path / "gate")))
@@ -271,8 +257,8 @@ def test_a_kernel_that_is_shut_down_during_a_stream_exits_with_zero(fresh_notebo
         notebook.manager.shutdown_kernel()
         assert notebook.process.wait(WAIT_S) == 0
         assert list(pieces)[-1] == "internal-error"  # The engine was stopped.
-    with pytest.raises(ConnectionRefusedError), clients(port, 1) as (client,):
-        client.healthz()
+    with pytest.raises(httpx2.ConnectError), clients(port, 1) as (client,):
+        healthz(client)
 
 
 @pytest.mark.long

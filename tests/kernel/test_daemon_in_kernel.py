@@ -11,8 +11,7 @@ WAIT_S = 20
 
 
 def health(url):
-    answer = httpx2.get(f"{url}/v3/health", timeout=WAIT_S, trust_env=False).json()["status"]
-    return answer
+    return httpx2.get(f"{url}/v3/health", timeout=WAIT_S, trust_env=False).json()["status"]
 
 
 def check_free(folder):
@@ -36,7 +35,6 @@ def test_busy_and_interrupted_cells_do_not_affect_the_daemon_and_the_kernels_end
     check_turn(url, folder)
     shown = notebook.run("print(lab, lab._repr_html_(), lab.daemon, vars(lab))")
     state = read_state(folder)
-    assert state is not None
     assert url in shown
     assert state.token not in shown
     notebook.manager.shutdown_kernel(now=False)
@@ -47,7 +45,6 @@ def test_busy_and_interrupted_cells_do_not_affect_the_daemon_and_the_kernels_end
 def check_turn(url, folder):
     """Run a turn, which needs the daemon's loop and the lab's loop in the kernel."""
     state = read_state(folder)
-    assert state is not None
     headers = {"authorization": f"Bearer {state.token}"}
     with httpx2.Client(base_url=url, headers=headers, timeout=WAIT_S, trust_env=False) as http:
         http.post("/v3/sessions", json={"session_id": "kernel"})
@@ -73,7 +70,8 @@ def test_the_output_of_a_tool_appears_below_the_cell_that_registered_it(fresh_no
         tools.register(talk)
         """
     )
-    fresh_notebook.run("tools.register(talk)")
-    printed = fresh_notebook.run("print(loop.run(tools.call('talk', {'number': '3'})))")
-    assert "ToolResult(status='ok', text='3')" in printed
-    assert "printed 3" in printed
+    registered = fresh_notebook.start("tools.register(talk)")
+    fresh_notebook.read()
+    called = fresh_notebook.run("print(loop.run(tools.call('talk', {'number': '3'})))")
+    assert "ToolResult(status='ok', text='3')" in called
+    fresh_notebook.until(lambda: "printed 3" in registered.text)

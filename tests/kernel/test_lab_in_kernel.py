@@ -4,9 +4,10 @@ import http.client
 import subprocess
 import sys
 
+import httpx2
 import pytest
 
-from tests.support.kernels import healthz
+from tests.support.kernels import Notebook, healthz
 
 SETUP = """
 import asyncio, os, threading, psutil, lmx_lab
@@ -45,8 +46,6 @@ UNREST = ("was destroyed", "never retrieved", "Exception ignored", "Traceback")
 
 @pytest.fixture(scope="module", params=["kernel", "thread"])
 def running(request, tiny_home):
-    from tests.support.kernels import Notebook
-
     notebook = Notebook(tiny_home)
     notebook.mode = request.param
     notebook.run(SETUP)
@@ -71,13 +70,6 @@ def lab(running):
     return running
 
 
-@pytest.fixture
-def tiny_lab(running):
-    """A kernel with a lab and a model on MLX."""
-    running.port = int(running.run(LAUNCH_TINY.format(mode=running.mode)))
-    return running
-
-
 def launch(notebook, arguments="port=0"):
     return f"lab = lmx_lab.launch(loop={notebook.mode!r}, {arguments}); print(lab.server.port)"
 
@@ -86,12 +78,6 @@ def test_the_kernels_loop_serves_on_loopback_and_on_the_lan(notebook):
     assert notebook.run("lab = lmx_lab.launch(port=0); print(lab.server.mode, lab.lan_url)") == "kernel None"
     assert notebook.run("lab = lmx_lab.launch(port=0, lan=True); print(lab.server.mode)") == "kernel"
     assert healthz(int(notebook.run("print(lab.server.port)"))) == 200
-
-
-def test_the_launch_cell_run_again_gives_the_same_lab(lab):
-    again = "other = lab\n" + LAUNCH.format(mode=lab.mode)
-    assert int(lab.run(again)) == lab.port
-    assert lab.run("print(other is lab is lmx_lab.current(), lab.server.engine.snapshot.model)") == "True echo"
 
 
 def test_changed_arguments_restart_in_place_on_the_same_port(lab):
@@ -112,12 +98,16 @@ def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab):
 
 @pytest.mark.parametrize("form", ["{}", "await {}", "async with {}: pass"])
 def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab, form):
-    lab.run("stream = iter(lab.chat(hi, stream=True)); first = next(stream); before = lab.server.engine.residents.main")
+    lab.run("stream = iter(lab.chat(hi, stream=True)); first = next(stream); before = lab.server.engine.main")
     output = lab.fail(form.format(f"lmx_lab.launch('ecko', loop={lab.mode!r}, port=0, slots=3)"))
     assert (output.error, "did you mean 'echo'" in output.message) == ("ModelNotFoundError", True)
-    assert lab.run(
-        "print(lmx_lab.current() is lab, lab.server.engine.residents.main is before, bool(next(stream)))"
-    ) == ("True True True")
+    check_unchanged(lab)
+
+
+def check_unchanged(lab):
+    """Check that a launch has not changed the lab, its model or its running answer."""
+    unchanged = "lmx_lab.current() is lab, lab.server.engine.main is before, bool(next(stream))"
+    assert lab.run(f"print({unchanged})") == "True True True"
     assert healthz(lab.port) == 200
     lab.run("stream = None")
 
@@ -125,7 +115,7 @@ def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab, form):
 def test_the_stop_button_during_the_checks_of_a_launch_leaves_the_lab_as_it_is(lab):
     lab.run("""
         from lmx_lab.engine.echo.engine import EchoEngine
-        check, before = EchoEngine.check, lab.server.engine.residents.main
+        check, before = EchoEngine.check, lab.server.engine.main
         async def hang(engine, entry, spec, **options):
             print("started", flush=True)
             await asyncio.Event().wait()
@@ -135,11 +125,7 @@ def test_the_stop_button_during_the_checks_of_a_launch_leaves_the_lab_as_it_is(l
     output = lab.interrupt(f"lmx_lab.launch('echo', loop={lab.mode!r}, port=0, slots=3)")
     assert output.error == "KeyboardInterrupt"
     lab.run("EchoEngine.check = check")
-    assert lab.run(
-        "print(lmx_lab.current() is lab, lab.server.engine.residents.main is before, bool(next(stream)))"
-    ) == ("True True True")
-    assert healthz(lab.port) == 200
-    lab.run("stream = None")
+    check_unchanged(lab)
 
 
 def test_the_error_for_a_taken_port_names_the_lab_that_holds_it(lab):
@@ -273,24 +259,6 @@ def test_other_clients_are_answered_while_a_cell_chats(lab):
     assert lab.read().error == "KeyboardInterrupt"
 
 
-def test_errors_in_a_cell_are_clear(lab):
-    assert lab.fail("lab.chat(hi, temprature=1)").message.startswith("temprature")
-    assert lab.fail("lab.chat(hi, temperature=3)").message.startswith("temperature")
-    assert lab.fail("await lab.achat(hi, stream=True)").error == "InvalidRequestError"
-    assert lab.fail("lab.load('no-such-model')").error == "ModelNotFoundError"
-    lab.run("lab.unload()")
-    assert lab.fail("lab.chat(hi)").error == "NotLoadedError"
-    assert lab.fail("lmx_lab.launch(prot=1)").error == "ArgumentError"
-
-
-def test_a_stopped_lab_says_so(lab):
-    lab.run("lab.stop(); lab.stop()")
-    for verb in ("lab.chat(hi)", "lab.load('echo')", "lab.models()", "await lab.achat(hi)", "await lab.aunload()"):
-        output = lab.fail(verb)
-        assert (output.error, "was stopped" in output.message) == ("HostingError", True)
-    assert lab.run("print(lmx_lab.current(), repr(lab).splitlines()[0], threads())") == "None LMX Lab: stopped set()"
-
-
 def test_a_lab_is_a_context_and_awaitable(notebook):
     arguments = f"loop={notebook.mode!r}, port=0"
     assert notebook.run(f"with lmx_lab.launch({arguments}) as lab: print(lab.running)") == "True"
@@ -308,18 +276,6 @@ def test_the_last_value_of_a_cell_shows_addresses_mode_and_model(lab):
     for look in (widget["text/plain"], snapshot["text/html"]):
         assert all(part in look for part in (f"http://127.0.0.1:{lab.port}", "running on", "echo ("))
     assert "<script" not in snapshot["text/html"]
-
-
-def test_openai_works_in_the_cell_or_from_a_thread(lab):
-    lab.run("""
-        from openai import OpenAI
-        def ask():
-            with OpenAI(**lab.openai) as client:
-                messages = [{"role": "user", "content": hi}]
-                return client.chat.completions.create(model="echo", messages=messages, max_tokens=3).usage
-    """)
-    call = "ask()" if lab.mode == "thread" else "await asyncio.to_thread(ask)"
-    assert lab.run(f"print(({call}).completion_tokens)") == "3"
 
 
 @pytest.mark.long
@@ -356,23 +312,23 @@ def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_no
     fresh_notebook.run("stream = lab.chat('hi', stream=True); print(next(iter(stream)))")
     fresh_notebook.manager.shutdown_kernel()
     assert fresh_notebook.process.wait(60) == 0
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(httpx2.ConnectError):
         healthz(port)
 
 
 @pytest.mark.long
-def test_a_restarted_kernel_gets_its_port_back(fresh_notebook):
-    port = int(fresh_notebook.run("import lmx_lab; lab = lmx_lab.launch(port=0); print(lab.server.port)"))
+@pytest.mark.parametrize("mode", ["kernel", "thread"])
+def test_a_restarted_kernel_gets_its_port_back(fresh_notebook, mode):
+    launch = f"import lmx_lab; lab = lmx_lab.launch(loop={mode!r}, port={{port}}); print(lab.server.port)"
+    port = int(fresh_notebook.run(launch.format(port=0)))
     fresh_notebook.manager.restart_kernel()
     fresh_notebook.client.wait_for_ready(timeout=60)
-    assert fresh_notebook.run(f"import lmx_lab; print(lmx_lab.launch(port={port}).server.port)") == str(port)
+    assert fresh_notebook.run(launch.format(port=port)) == str(port)
     assert healthz(port) == 200
 
 
 @pytest.mark.long
 def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_home):
-    from tests.support.kernels import Notebook
-
     notebook = Notebook(starter_home)
     try:
         notebook.run("import lmx_lab; lab = lmx_lab.launch('smollm2-135m', port=0)")

@@ -1,18 +1,10 @@
 """Test panels in real kernels without a browser, by the messages of a frontend, while cells run and while none runs."""
 
-from __future__ import annotations
-
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
-if TYPE_CHECKING:
-    from tests.support.kernels import Notebook
+from tests.support.kernels import WAIT_S, Notebook
 
 LAUNCH = "import lmx_lab, threading\nlab = lmx_lab.launch('tiny', port=0, loop={mode!r})\npanel = lab.panel('models')"
-WAIT_S = 60
 HELD = """
 released = threading.Event()
 print("started", flush=True)
@@ -22,8 +14,6 @@ print("released", released.wait(60))
 
 @pytest.fixture(scope="module", params=["kernel", "thread"])
 def running(request, tiny_home):
-    from tests.support.kernels import Notebook
-
     notebook = Notebook(tiny_home)
     notebook.mode = request.param
     yield notebook
@@ -44,53 +34,31 @@ def view(running):
 class View:
     """A panel as a frontend has it: its state, and the replies to requests."""
 
-    def __init__(self, notebook: Notebook) -> None:
-        self.client = notebook.client
+    def __init__(self, notebook):
+        self.client, self.run, self.read = notebook.client, notebook.run, notebook.until
         self.comm = ""
-        self.state: dict[str, Any] = {}
-        self.replies: list[dict[str, Any]] = []
-        self.printed: dict[str, str] = {}
-        self.idle: set[str] = set()
+        self.state = {}
+        self.replies = []
+        notebook.on_comm = self._receive
 
-    def start(self, code: str) -> str:
-        """Run a cell without waiting, and return its number."""
-        return str(self.client.execute(code, store_history=False))
+    def _receive(self, comm, data):
+        if comm == self.comm and data["method"] == "update":
+            self.state |= data["state"]
+        elif comm == self.comm and data["method"] == "custom":
+            self.replies.append(data["content"])
 
-    def run(self, code: str) -> str:
-        """Return the printed text of a cell."""
-        cell = self.start(code)
-        self.read(lambda: cell in self.idle)
-        return self.printed.get(cell, "").strip()
-
-    def ask(self, *, subshell: str | None = None, **content: Any) -> None:
+    def ask(self, *, subshell=None, **content):
         self.send(subshell, method="custom", content=content)
 
-    def send(self, subshell: str | None = None, **data: Any) -> None:
-        message = self.client.session.msg("comm_msg", {"comm_id": self.comm, "data": data})
+    def send(self, subshell=None, **data):
+        self._send("comm_msg", subshell, comm_id=self.comm, data=data)
+
+    def _send(self, kind, subshell, **content):
+        message = self.client.session.msg(kind, content)
         message["header"]["subshell_id"] = subshell
         self.client.shell_channel.send(message)
 
-    def read(self, until: Callable[[], Any]) -> None:
-        """Process the kernel's messages until the condition is true."""
-        deadline = time.monotonic() + WAIT_S
-        while not until():
-            self._take(self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic())))
-
-    def _take(self, message: dict[str, Any]) -> None:
-        kind, content, parent = message["msg_type"], message["content"], message["parent_header"].get("msg_id", "")
-        assert kind != "error", content
-        if kind == "stream":
-            self.printed[parent] = self.printed.get(parent, "") + content["text"]
-        elif kind == "status" and content["execution_state"] == "idle":
-            self.idle.add(parent)
-        elif kind == "comm_msg" and content["comm_id"] == self.comm:
-            data = content["data"]
-            if data["method"] == "update":
-                self.state |= data["state"]
-            elif data["method"] == "custom":
-                self.replies.append(data["content"])
-
-    def reply(self, number: str) -> dict[str, Any]:
+    def reply(self, number):
         """Return the only reply with this id. A second one would arrive before the reply to the next request."""
         after = f"after {number}"
         self.ask(id=after, do="refresh")
@@ -98,24 +66,22 @@ class View:
         (reply,) = [reply for reply in self.replies if reply["id"] == number]
         return reply
 
-    def server(self, name: str) -> Any:
+    def server(self, name):
         return self.state.get("server", {}).get(name)
 
-    def execute(self, subshell: str, code: str) -> None:
+    def execute(self, subshell, code):
         """Run code while a cell runs."""
-        content = {"code": code, "silent": True, "store_history": False, "user_expressions": {}, "allow_stdin": False}
-        message = self.client.session.msg("execute_request", content)
-        message["header"]["subshell_id"] = subshell
-        self.client.shell_channel.send(message)
+        rest = {"silent": True, "store_history": False, "user_expressions": {}, "allow_stdin": False}
+        self._send("execute_request", subshell, code=code, **rest)
 
-    def subshell(self) -> str:
+    def subshell(self):
         """Open a subshell, as JupyterLab does for the messages of widgets."""
         message = self.client.session.msg("create_subshell_request", {})
         self.client.control_channel.send(message)
         while True:
             reply = self.client.get_control_msg(timeout=WAIT_S)
             if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
-                return str(reply["content"]["subshell_id"])
+                return reply["content"]["subshell_id"]
 
 
 @pytest.mark.long
@@ -136,28 +102,29 @@ def test_unknown_and_invalid_requests_are_refused(view):
     assert view.run("print(lab.server.engine.snapshot.model)") == "tiny"
 
 
-def test_unload_works_while_a_cell_blocks(view):
+def test_unload_works_while_a_cell_blocks(view, running):
     subshell = view.subshell()
-    cell = view.start(HELD)
-    view.read(lambda: "started" in view.printed.get(cell, ""))
+    cell = running.start(HELD)
+    view.read(lambda: "started" in cell.text)
     view.ask(subshell=subshell, id="1", do="unload", model="tiny")
     # The panel refuses a load until the job of the unload has ended, shortly after the model was unloaded.
     view.read(lambda: view.replies and view.server("model") is None and not view.state["jobs"])
     assert [reply["ok"] for reply in view.replies] == [True]
-    assert "released" not in view.printed[cell]
+    assert "released" not in cell.text
     view.ask(subshell=subshell, id="2", do="load", model="tiny")
     view.read(lambda: view.replies[1:] and (view.server("model") == "tiny" or not view.replies[1]["ok"]))
     assert [reply["ok"] for reply in view.replies] == [True, True], view.replies
-    assert "released" not in view.printed[cell]
+    assert "released" not in cell.text
     view.execute(subshell, "released.set()")
-    view.read(lambda: cell in view.idle)
-    assert "released True" in view.printed[cell]
+    view.read(lambda: cell.ended)
+    assert "released True" in cell.text
 
 
 def test_the_launch_cell_again_gives_the_same_lab_port_and_panel(view, running):
     port = view.run("before = lab, panel; print(lab.server.port)")
     assert view.run(LAUNCH.format(mode=running.mode) + "\nprint(lab.server.port)") == port
-    assert view.run("print(before[0] is lab, before[1] is panel)") == "True True"
+    assert view.run("print(before[0] is lab is lmx_lab.current(), before[1] is panel)") == "True True"
+    assert view.run("print(lab.server.engine.snapshot.model)") == "tiny"
 
 
 def test_a_panel_shows_that_the_server_was_stopped_and_then_the_next_one(view, running):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.support.kernels import Notebook
+
 SETUP = """
 import asyncio, sys, lmx_lab
 from lmx_lab.client import LabClient
@@ -31,6 +33,7 @@ CALLS = {
     "lab.chat('hi', top_p=2)": "top_p",
     "ask('hi', top_p=2)": "top_p",
     "await lab.achat('hi', top_p=2)": "top_p",
+    "await lab.achat('hi', stream=True)": "to await a stream, call astream(...)",
     "lab.chat('hi', schema={})": "did you mean 'response_format'?",
     "lab.load('echo', engin='mlx')": "did you mean 'engine'?",
     "client.load('echo', engin='mlx')": "did you mean 'engine'?",
@@ -48,8 +51,6 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def notebook(tiny_home):
-    from tests.support.kernels import Notebook
-
     notebook = Notebook(tiny_home)
     notebook.run(SETUP)
     yield notebook

@@ -1,10 +1,9 @@
-"""Test attached labs: replies, loads, and connections that release everything."""
+"""Test attached labs: replies, loads, connections that release everything, and the backend of panels."""
 
 import asyncio
+import contextlib
 import gc
 import json
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -12,18 +11,22 @@ import pytest
 
 import lmx_lab
 from lmx_lab import errors
+from lmx_lab.arguments import chat_request
 from lmx_lab.client import AsyncLabClient, LabClient
 from lmx_lab.notebook import attach, remote
-from lmx_lab.settings import Settings
-from lmx_lab.values.models import ModelEvent
-from tests.support.labs import manager_of, serving, wait_until_idle
+from lmx_lab.values.models import LoadSpec, ModelEvent
+from lmx_lab.wire.admin import RequestEvent
+from tests.support.labs import manager_of, read_answer, serving, wait_until_idle
 from tests.support.models import write_tiny_llama
+from tests.support.programs import run_script
 from tests.support.sockets import answering, streamed, whole
-from tests.support.waiting import interrupt_when, until
+from tests.support.waiting import auntil, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 KEY = "open-sesame-42"
 WAIT_S = 60.0
+SLOTS = 2
+VERSION = f"version {lmx_lab.__version__}"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def lab(tmp_path_factory, smollm2):
     """A lab with a context long enough for answers that are running when they are stopped."""
     home = tmp_path_factory.mktemp("home")
     write_tiny_llama(home / "models" / "tiny", smollm2.path, seed=0, context=8192)
-    with serving(home, "tiny", api_key=KEY) as lab:
+    with serving(home, "tiny", api_key=KEY, slots=SLOTS) as lab:
         yield lab
 
 
@@ -79,19 +82,6 @@ def test_an_answer_without_text_has_a_time_to_first_token(far):
     assert reply.ttft_s > 0
 
 
-def test_a_remote_reply_has_thoughts_and_calls(thinker_home):
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    parameters = {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
-    with serving(thinker_home, "thinker") as lab, attach(lab.url) as far:
-        here, there = lab.chat("hi", **parameters), far.chat("hi", **parameters)
-        assert [call.name for call in there.tool_calls] == [call.name for call in here.tool_calls]
-        assert there.tool_calls[0].arguments == here.tool_calls[0].arguments
-        parameters = {"chat_template_kwargs": {"open_thoughts": True}, "max_tokens": 20, "temperature": 0}
-        here, there = lab.chat("hi", **parameters), far.chat("hi", **parameters)
-        assert here.reasoning
-        assert (there.reasoning, there.reasoning_tokens) == (here.reasoning, here.reasoning_tokens)
-
-
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_load_shows_its_steps(tiny_home, monkeypatch, awaited):
     steps = []
@@ -114,30 +104,7 @@ def test_a_load_shows_its_steps(tiny_home, monkeypatch, awaited):
     assert all(each.stage == "load" for each in steps[1:])
 
 
-# --- streams and connections that are closed early
-
-
-def test_an_interrupt_ends_the_generation_on_the_server(lab, far):
-    before = manager_of(lab).snapshot.totals.output_tokens
-
-    interrupting = interrupt_when(lambda: manager_of(lab).snapshot.totals.output_tokens > before)
-    with pytest.raises(KeyboardInterrupt):
-        far.chat("hi", max_tokens=7500, ignore_eos=True)
-    interrupting.join()
-    wait_until_idle(lab)
-    assert manager_of(lab).snapshot.totals.output_tokens - before < 7500
-    assert far.chat("hi", max_tokens=2).usage.completion_tokens == 2
-
-
-def test_a_deleted_lab_ends_its_connection(lab):
-    with attach(lab.url, api_key=KEY):
-        (thread,) = [thread for thread in threading.enumerate() if thread.name == "lmx-lab-attached"][-1:]
-    thread.join()
-    far = attach(lab.url, api_key=KEY)
-    thread = [thread for thread in threading.enumerate() if thread.name == "lmx-lab-attached"][-1]
-    del far
-    gc.collect()
-    thread.join()
+# --- connections that are closed early
 
 
 def test_the_answers_to_an_iterable_keep_the_connection_of_a_deleted_lab(lab):
@@ -152,14 +119,15 @@ def test_a_deleted_lab_ends_its_connection_and_its_panels(lab):
     far._repr_mimebundle_()
     workbench, gone = far.workbench, weakref.ref(far)
     until(lambda: workbench.backend.sample() is not None)
-    names = [thread.name for thread in set(threading.enumerate()) - before]
-    assert "lmx-lab-attached" in names
+    threads = set(threading.enumerate()) - before
+    assert "lmx-lab-attached" in {thread.name for thread in threads}
     del far
     gc.collect()
     until(lambda: gone() is None)
     assert workbench.backend.state().state == "stopped"
-    shared = {it for it in threading.enumerate() if it.name == "lmx-lab-background"}
-    until(lambda: not {it for it in set(threading.enumerate()) - before - shared if it.name.startswith("lmx-lab")})
+    for thread in threads:
+        if thread.name.startswith("lmx-lab") and thread.name != "lmx-lab-background":
+            thread.join()
 
 
 def test_panels_keep_their_connection_until_those_of_another_one_are_shown(lab):
@@ -192,10 +160,7 @@ far = lmx_lab.attach({lab.url!r}, api_key={KEY!r})
 stream = far.chat("hi", stream=True, max_tokens=7500)
 print(next(iter(stream)) is not None, far.chat("hi", max_tokens=2).usage.completion_tokens)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=180, check=True
-    )
-    assert (done.stdout, done.stderr) == ("True 2\n", "")
+    assert run_script(f"import warnings; warnings.simplefilter('error')\n{script}") == "True 2\n"
     wait_until_idle(lab)
 
 
@@ -215,7 +180,7 @@ def test_the_repr_describes_the_connection(lab, end):
         assert far.url == lab.url
         assert far.openai == {"base_url": f"{lab.url}/v1", "api_key": KEY}
         for look in (repr(far), far._repr_html_()):
-            assert all(part in look for part in (lab.url, "tiny", "another process"))
+            assert all(part in look for part in (lab.url, "tiny", "another process", VERSION))
             assert KEY not in look
 
 
@@ -271,16 +236,93 @@ def test_a_broken_answer_is_an_error_and_not_a_reply():
             far.chat("hi")
 
 
+# --- the backend: samples, events, and a server that stops and starts again
+
+
 @pytest.fixture
-async def own(tiny_home):
-    """A lab whose server runs with the test's event loop, as in a kernel."""
-    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
-        yield lab
+async def backend(lab):
+    with attach(lab.url, api_key=KEY) as far:
+        yield far.workbench.backend
 
 
-async def test_a_blocking_call_on_the_serving_loop_is_answered(own):
-    for url in (own.url, f"http://localhost:{own.server.port}/v1"):
-        with attach(url) as far:
-            assert far.models() == await far.amodels() == await own.amodels() == await asyncio.to_thread(far.models)
-            assert far.snapshot().models == own.snapshot().models
-            assert f"version {lmx_lab.__version__}" in repr(far)
+@contextlib.asynccontextmanager
+async def watched(backend):
+    """Read the events within the block, over lost connections, as a workbench does."""
+    received = []
+
+    async def watch():
+        while True:
+            with contextlib.suppress(errors.LabError):
+                async for event in backend.events():
+                    received.append(event)
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(watch())
+    yield received
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_samples_state_and_ends_of_requests_are_received(lab, backend):
+    assert (backend.state().state, backend.sample()) == ("running", None)
+    async with watched(backend) as received:
+        await auntil(lambda: backend.sample() is not None)
+        state = backend.state()
+        assert (state.state, state.model, state.url, state.note) == ("running", "tiny", lab.url, "")
+        assert state.disk == f"the disk of 127.0.0.1:{lab.server.port}"
+        await read_answer(backend, chat_request("hello", {"max_tokens": 3}))
+        await auntil(lambda: any(isinstance(event, RequestEvent) for event in received))
+
+
+async def test_an_answer_that_waits_for_a_slot_has_a_status_and_can_be_closed(lab, backend):
+    running = [await lab.astream("hi", max_tokens=7500, ignore_eos=True) for _ in range(SLOTS)]
+    waiting = await backend.generate(chat_request("hello", {}))
+    assert waiting.status
+    waiting.close()
+    for stream in running:
+        await stream.aclose()
+    await asyncio.to_thread(wait_until_idle, lab)
+
+
+async def test_loads_and_unloads_are_published(tiny_home):
+    with serving(tiny_home, None) as lab, attach(lab.url) as far:
+        backend = far.workbench.backend
+        async with watched(backend) as received:
+            await auntil(lambda: backend.sample() is not None)
+            assert (await backend.load(LoadSpec(model="tiny"))).model == "tiny"
+            await auntil(lambda: backend.state().model == "tiny")
+            assert await backend.unload() > 0
+            await auntil(lambda: backend.state().model is None)
+        stages = [event.stage for event in received if isinstance(event, ModelEvent)]
+        assert [stages[-2], stages[-1]] == ["loaded", "unloaded"]
+
+
+async def test_a_restarted_server_is_detected(tiny_home):
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(serving(tiny_home, None))
+        far = stack.enter_context(attach(lab.url))
+        backend = far.workbench.backend
+        async with watched(backend):
+            await auntil(lambda: backend.sample() is not None)
+            await asyncio.to_thread(lab.stop)
+            await auntil(lambda: backend.state().state == "unreachable")
+            assert lab.url in backend.state().note
+            assert backend.sample() is None
+            with pytest.raises(errors.UnreachableError):
+                await backend.models()
+            again = lmx_lab.Lab(lmx_lab.Settings(home=tiny_home, port=lab.server.port), loop="thread")
+            stack.enter_context(again)
+            await auntil(lambda: backend.state().state == "running" and backend.sample() is not None)
+        far.stop()
+        assert (backend.state().state, backend.sample()) == ("stopped", None)
+
+
+async def test_a_silent_server_is_lagging(lab):
+    server = remote.RemoteServer(lab.url, api_key=KEY, late_s=-1.0)
+    await server.start()
+    backend = server.backend(keeps=True)
+    async with watched(backend):
+        await auntil(lambda: backend.state().state == "lagging")
+        assert backend.sample() is None
+        assert "a cell" in backend.state().note
+    await server.stop()

@@ -1,13 +1,9 @@
 """Test the daemon of a lab: both start and stop together, and the daemon survives a new launch."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 
@@ -35,7 +31,6 @@ def _no_daemon_remains():
 @pytest.mark.slow
 def test_a_turn_of_the_daemon_uses_the_labs_model(options):
     lab = lmx_lab.launch("echo", api_key="key-of-the-lab", **options)
-    assert lab.daemon is not None
 
     @lab.daemon.tool
     def now() -> str:
@@ -64,7 +59,6 @@ def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options):
     daemon = lab.daemon
     assert lmx_lab.launch(**options).daemon is daemon
     assert lmx_lab.launch(**{**options, "daemon": False}).daemon is daemon
-    assert daemon is not None
     daemon.stop()
     assert lab.daemon is None
     assert lab.running
@@ -74,7 +68,6 @@ def test_a_launch_cell_that_is_run_again_keeps_the_daemon(options):
 @pytest.mark.slow
 def test_a_relaunched_lab_keeps_sessions_and_functions(options):
     lab = lmx_lab.launch(**options)
-    assert lab.daemon is not None
 
     @lab.daemon.tool
     def length(text: str) -> int:
@@ -85,7 +78,6 @@ def test_a_relaunched_lab_keeps_sessions_and_functions(options):
         http.post("/v3/sessions", json={"session_id": "kept"})
     changed = lmx_lab.launch(slots=2, **options)
     assert changed is not lab
-    assert changed.daemon is not None
     assert lab.daemon is None
     assert changed.daemon.upstream_url == changed.url
     with client(changed.daemon) as http:
@@ -93,7 +85,6 @@ def test_a_relaunched_lab_keeps_sessions_and_functions(options):
         assert http.get("/v3/daemon").json()["counts"]["tools"] == 1
     changed.stop()
     new = lmx_lab.launch(**options)
-    assert new.daemon is not None
     with client(new.daemon) as http:
         assert http.get("/v3/sessions/kept").status_code == 200
         assert http.get("/v3/daemon").json()["counts"]["tools"] == 0
@@ -104,14 +95,13 @@ def test_a_second_daemon_in_a_home_is_refused_and_the_lab_runs(options):
         with pytest.raises(DaemonRunningError, match=other.url) as caught:
             lmx_lab.launch(**options)
         lab = lmx_lab.current()
-        assert lab is not None
         assert lab.url in str(caught.value)
         assert lab.daemon is None
         assert other.running
 
 
 def test_leaving_the_context_of_a_lab_stops_its_daemon(options):
-    async def run() -> Any:
+    async def run():
         settings = Settings(home=options["home"], port=0, daemon_port=0)
         async with lmx_lab.Lab(settings, loop="kernel") as lab:
             daemon = lab.start_daemon()
@@ -123,7 +113,7 @@ def test_leaving_the_context_of_a_lab_stops_its_daemon(options):
 
 @pytest.mark.anyio
 async def test_merged_events_can_be_closed_while_the_buffer_is_full():
-    async def many(name: str) -> AsyncIterator[str]:
+    async def many(name):
         while True:
             yield name
 
@@ -136,7 +126,6 @@ async def test_merged_events_can_be_closed_while_the_buffer_is_full():
 def test_methods_of_a_stopped_daemon_name_the_running_one(options):
     lab = lmx_lab.launch(**options)
     daemon = lab.daemon
-    assert daemon is not None
     daemon.sessions()
     daemon.stop()
     with pytest.raises(HostingError, match=r"lab\.daemon .* lab\.start_daemon\(\)"):
@@ -145,7 +134,6 @@ def test_methods_of_a_stopped_daemon_name_the_running_one(options):
 
 def test_a_command_as_a_single_text_is_refused_with_the_list_to_use(options):
     lab = lmx_lab.launch(**options)
-    assert lab.daemon is not None
     with pytest.raises(InvalidRequestError, match=r"'python -m time'; .* \['python', '-m', 'time'\]"):
         lab.daemon.add_mcp_server("time", "python -m time")
     assert lab.daemon.client.mcp_servers() == []
@@ -174,7 +162,6 @@ def test_a_remote_lab_has_no_daemon(options):
 @pytest.mark.slow
 def test_functions_survive_a_launch_that_fails(options):
     lab = lmx_lab.launch(**options)
-    assert lab.daemon is not None
 
     @lab.daemon.tool
     def now() -> str:
@@ -186,5 +173,4 @@ def test_functions_survive_a_launch_that_fails(options):
         with pytest.raises(PortTakenError):
             lmx_lab.launch(slots=2, **{**options, "daemon_port": taken.getsockname()[1]})
     again = lmx_lab.launch(slots=2, **options)
-    assert again.daemon is not None
     assert [tool.name for tool in again.daemon.tools.list_tools()] == ["now"]

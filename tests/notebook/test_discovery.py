@@ -3,7 +3,6 @@
 import contextlib
 import secrets
 import socket
-import sys
 import time
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.notebook import attach, discovery
 from lmx_lab.notebook.discovery import Announcement, FoundLab, find_address, find_labs, is_name
-from lmx_lab.settings import Settings
 from tests.support.labs import serving
 
 LOOPBACK = ["127.0.0.1"]
@@ -95,18 +93,6 @@ def test_what_cannot_be_announced_is_refused(name, addresses, message):
 def test_the_name_of_the_machine_has_no_domain(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "laptop.local")
     assert Announcement(None, port=8400, addresses=LOOPBACK, key_needed=False).name == "laptop"
-
-
-def test_a_lab_for_this_machine_alone_is_not_announced(tmp_path):
-    with pytest.raises(errors.InvalidRequestError, match="lan=True"), serving(tmp_path, None, announce=True):
-        pass
-    assert not Settings().announce
-
-
-def test_without_zeroconf_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "zeroconf", None)
-    with pytest.raises(errors.MissingPackageError, match=r"lmx-lab\[lan\]"):
-        find_labs()
 
 
 def test_names_are_distinguished_from_addresses():

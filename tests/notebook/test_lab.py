@@ -1,6 +1,5 @@
 """Test labs in this process: failing starts, paths as models, and their display."""
 
-import asyncio
 import gc
 import html
 import inspect
@@ -10,21 +9,17 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import (
-    ArgumentError,
-    HostingError,
-    InvalidRequestError,
-    PortTakenError,
-)
+from lmx_lab.errors import ArgumentError, HostingError, InvalidRequestError, PortTakenError
 from lmx_lab.instrument.requests import RecordedRequest
+from lmx_lab.notebook.addresses import Addresses, NotebookServer
 from lmx_lab.notebook.lab import NAMES
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.reply import Reply
@@ -32,14 +27,9 @@ from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.models import LoadOptions, LoadSpec
 from tests.support.docs import DOCS
+from tests.support.programs import run_script
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def launched_with_models(tiny_home):
-    with lmx_lab.launch(port=0, home=tiny_home) as lab:
-        yield lab
 
 
 async def test_a_failing_start_releases_everything(tmp_path, monkeypatch):
@@ -56,34 +46,14 @@ async def test_a_failing_start_releases_everything(tmp_path, monkeypatch):
     assert not {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("lmx-lab-")}
 
 
-@pytest.mark.parametrize("attached", [False, True])
-async def test_a_stopped_lab_cannot_be_started_again(launched, attached):
-    lab = lmx_lab.attach(launched.url) if attached else lmx_lab.Lab(launched.settings, loop="thread")
-    if not attached:
-        await lab.astart()
-        await lab.astart()
-    await lab.astop()
-    for start in (lab.start, lab.__enter__):
-        with pytest.raises(HostingError, match=r"was stopped; .* a new one"):
-            await asyncio.to_thread(start)
-    with pytest.raises(HostingError, match=r"was stopped; .* a new one"):
-        await lab
-    assert not lab.running
-
-
 async def test_a_setting_that_can_never_match_is_refused_before_anything_starts():
     with pytest.raises(InvalidRequestError, match="cors_origins"):
         lmx_lab.Lab(Settings(cors_origins=("*",)))
 
 
-def test_the_loaded_model_may_be_named_by_its_path_too(launched_with_models, tiny_home):
-    where = tiny_home / "models" / "tiny"
-    launched_with_models.load("tiny")
-    assert launched_with_models.chat("hello", model=str(where), max_tokens=1).model == "tiny"
-
-
-def test_a_path_object_is_a_path(launched_with_models, tiny_home):
-    assert launched_with_models.load(tiny_home / "models" / "tiny-two").model == "tiny-two"
+def test_the_loaded_model_may_be_named_by_its_path_too(tiny_home):
+    with lmx_lab.launch("tiny", port=0, home=tiny_home) as lab:
+        assert lab.chat("hello", model=str(tiny_home / "models" / "tiny"), max_tokens=1).model == "tiny"
 
 
 def test_a_lone_surrogate_is_refused(launched):
@@ -92,35 +62,26 @@ def test_a_lone_surrogate_is_refused(launched):
         launched.chat("half \ud800")
 
 
-def test_the_repr_of_a_stream_describes_it_and_its_text_is_kept(launched):
+def test_a_stream_describes_itself_and_a_list_of_models_is_a_table(launched):
     launched.load("echo")
     stream = launched.chat("hello", stream=True, max_tokens=20)
     assert "iterate" in repr(stream)
     first = next(iter(stream))
     assert stream.text.startswith(first)
-
-
-def test_a_list_of_models_is_a_table(launched):
-    launched.load("echo")
     table = launched.models()._repr_html_()
     assert table.startswith("<table>")
     assert re.search("<td[^>]*>echo</td><td[^>]*>yes</td>", table)
 
 
-def test_the_html_of_a_lab_is_escaped(tmp_path):
-    lab = lmx_lab.Lab(Settings(home=tmp_path, host="<script>alert(1)</script>"), loop="thread")
-    assert "<script" not in lab._repr_html_()
-    assert "&lt;script&gt;" in lab._repr_html_()
-
-
-def test_the_html_of_a_lab_has_the_qr_code_of_its_chat_page(tmp_path, monkeypatch):
+def test_the_html_of_a_lab_is_escaped_and_has_the_qr_code_of_its_chat_page(tmp_path, monkeypatch):
     monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5"])
-    settings = Settings(home=tmp_path, host="0.0.0.0")
     code = html.escape(qr_data_uri("http://192.0.2.5:8400"))
-    cases = [({}, 1), ({"page": False}, 0), ({"host": "127.0.0.1"}, 0)]
-    for changes, count in cases:
-        lab = lmx_lab.Lab(replace(settings, **changes), loop="thread")
-        assert lab._repr_html_().count(f"src='{code}'") == count
+    hostile = "<script>alert(1)</script>"
+    for settings, count in (({}, 1), ({"page": False}, 0), ({"host": "127.0.0.1"}, 0), ({"host": hostile}, 0)):
+        shown = lmx_lab.Lab(Settings(home=tmp_path, **{"host": "0.0.0.0", **settings}), loop="thread")._repr_html_()
+        assert shown.count(f"src='{code}'") == count
+        assert "<script" not in shown
+        assert ("&lt;script&gt;" in shown) == (settings.get("host") == hostile)
 
 
 def test_long_calls_are_jobs_of_the_lab(launched, monkeypatch):
@@ -202,6 +163,10 @@ def test_numbers_of_numpy_are_arguments_and_booleans_are_not(launched, call, par
 # --- both forms of its methods
 
 
+AWAITED = sorted(name for name in dir(lmx_lab.Lab) if f"a{name}" in dir(lmx_lab.Lab))
+"""Methods with a form for ``await``."""
+
+
 def test_the_signature_of_load_names_each_option_with_its_default():
     _, model, *options = inspect.signature(lmx_lab.Lab.load).parameters.values()
     assert model.name == "model"
@@ -226,20 +191,14 @@ def test_completion_offers_what_a_lab_is_for(launched):
         "astream",
         *(f"a{name}" for name in names if hasattr(launched, f"a{name}")),
     }
+    (awaited,) = re.findall(r"has a version for `await`:([^.]*)\.", (DOCS / "notebook.md").read_text())
+    assert set(re.findall(r"`(\w+)`", awaited)) == {"astream", *(f"a{name}" for name in AWAITED)}
     everything = [name for group in NAMES.values() for name in group]
     page = (DOCS / "notebook.md").read_text().partition("belong to six groups")[2].partition("\n\n")[0]
     assert re.findall(r"`(\w+)`", page) == everything
     documented = re.findall(r"``(\w+)``", inspect.getdoc(lmx_lab.Lab).partition("\n\n``launch()``")[0])
     assert documented == everything
     assert "``await lab.aload(...)`` does the same." in lmx_lab.Lab.load.__doc__
-
-
-@pytest.mark.parametrize("name", ["load", "map", "embed", "trace"])
-def test_methods_of_a_backend_have_the_names_of_the_lab(name):
-    for form in (name, f"a{name}"):
-        method = getattr(lmx_lab.Lab, form)
-        assert (method.__qualname__, method.__module__) == (f"Lab.{form}", "lmx_lab.notebook.lab")
-        assert next(iter(inspect.signature(method).parameters)) == "self"
 
 
 @pytest.mark.long
@@ -256,19 +215,16 @@ def test_mypy_knows_the_types_of_the_methods():
     assert found == {at for at, line in enumerate(lines, 1) if line.endswith("# wrong")}, done.stdout
 
 
-PAIRS = [
-    *("aload", "aunload", "amodels", "aembed", "arerank", "abench", "apin_encoders", "astart", "astop"),
-    *("atimeline", "acompare"),
-]
-
-
-@pytest.mark.parametrize("name", PAIRS)
+# The awaited form of ``chat(stream=True)`` is ``astream``, and ``close`` is another name of ``stop``.
+@pytest.mark.parametrize("name", [name for name in AWAITED if name not in ("chat", "close")])
 def test_each_method_of_a_lab_has_two_documented_forms_with_the_same_parameters(name):
-    awaitable, plain = getattr(lmx_lab.Lab, name), getattr(lmx_lab.Lab, name[1:])
-    assert (awaitable.__name__, plain.__name__) == (name, name[1:])
+    plain, awaitable = forms = [getattr(lmx_lab.Lab, each) for each in (name, f"a{name}")]
     assert inspect.signature(awaitable) == inspect.signature(plain)
-    assert awaitable.__doc__
     assert inspect.iscoroutinefunction(awaitable)
+    for form, method in zip((name, f"a{name}"), forms, strict=True):
+        assert (method.__qualname__, method.__module__) == (f"Lab.{form}", "lmx_lab.notebook.lab")
+        assert next(iter(inspect.signature(method).parameters)) == "self"
+        assert method.__doc__
 
 
 METHODS = [lmx_lab.Lab.timeline, lmx_lab.Lab.compare, *(getattr(Reply, name) for name in ("branch", "lens", "trace"))]
@@ -280,42 +236,45 @@ def test_an_argument_that_a_method_of_a_lab_or_a_result_does_not_have_is_named(m
         method(SimpleNamespace(backend=None), nothing=1)
 
 
-# --- imports
-
-
-def modules_after(code):
-    """Run code in a new interpreter, and return the names of the modules that it has imported."""
-    script = f"{code}\nimport sys; print(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
-    return set(done.stdout.split())
-
-
-def imported(modules, *packages):
-    return {name for name in modules for package in packages if name == package or name.startswith(f"{package}.")}
-
-
-def test_importing_the_package_imports_only_the_package():
-    assert imported(modules_after("import lmx_lab"), "lmx_lab") == {"lmx_lab"}
-
-
 @pytest.mark.slow
 def test_an_attached_lab_imports_neither_the_engine_nor_the_server(tmp_path):
     with lmx_lab.launch("echo", port=0, home=tmp_path) as lab:
         code = f"""
-import lmx_lab
+import sys, lmx_lab
 with lmx_lab.attach({lab.url!r}) as lab:
     assert lab.chat("hello", max_tokens=2).usage.completion_tokens == 2
     lab.models(), lab.snapshot(), repr(lab), lab._repr_html_()
+print(*sys.modules)
 """
-        modules = modules_after(code)
-    assert imported(modules, "lmx_lab.engine", "lmx_lab.server", "mlx", "mlx_lm", "xllamacpp") == set()
+        modules = run_script(code).split()
+    unneeded = ("lmx_lab.engine.", "lmx_lab.server.", "mlx.", "mlx_lm.", "xllamacpp.")
+    assert [name for name in modules if f"{name}.".startswith(unneeded)] == []
 
 
-def test_the_documentation_lists_all_awaited_methods_of_a_lab():
-    public = {name for name in dir(lmx_lab.Lab) if not name.startswith("_")}
-    methods = {name for name in public if name[0] == "a" and name[1:] in public} | {"astream"}
-    (listed,) = re.findall(
-        r"has a version for `await`:([^.]*)\.",
-        (pathlib.Path(__file__).parents[2] / "docs/notebook.md").read_text(encoding="utf-8"),
-    )
-    assert set(re.findall(r"`(\w+)`", listed)) == methods
+# --- addresses
+
+
+def test_a_server_on_all_interfaces_accepts_every_name_of_this_machine(monkeypatch):
+    monkeypatch.setattr("lmx_lab.notebook.addresses.lan_addresses", lambda: ["192.0.2.5", "172.17.0.1"])
+    addresses = Addresses(settings=Settings(host="0.0.0.0"), port=8400)
+    assert addresses.url == "http://127.0.0.1:8400"
+    assert addresses.lan_urls == ["http://192.0.2.5:8400", "http://172.17.0.1:8400"]
+    assert {"192.0.2.5:8400", "172.17.0.1:8400", "localhost:8400"} <= addresses.policy().hosts
+
+
+def test_a_server_on_loopback_accepts_only_loopback_names():
+    addresses = Addresses(settings=Settings(host="[::1]"), port=8400)
+    assert (addresses.url, addresses.lan_urls) == ("http://[::1]:8400", [])
+    assert addresses.policy().hosts == {"127.0.0.1:8400", "localhost:8400", "[::1]:8400"}
+
+
+def test_a_connection_is_recognized_by_both_of_its_ends():
+    server = NotebookServer(process=psutil.Process(), url="http://localhost:8888/")
+    with socket.create_server(("127.0.0.1", 0)) as lab, socket.create_server(("127.0.0.1", 0)) as other:
+        here, elsewhere = lab.getsockname(), other.getsockname()
+        with socket.create_connection(here) as connection:
+            peer = connection.getsockname()
+            assert server.owns(peer, here)
+            # Another process may use the same port for a connection to another address.
+            assert not server.owns(peer, elsewhere)
+            assert not server.owns((peer[0], peer[1] ^ 1), here)

@@ -9,12 +9,13 @@ import pytest
 
 import lmx_lab
 from lmx_lab.arguments import chat_request, rerank_body
-from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
+from lmx_lab.errors import InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.local import LocalBackend, LocalServer
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec, ModelEvent
+from tests.support.asking import HELLO
 from tests.support.engines import unload_when_idle_for
 from tests.support.labs import manager_of, read_answer
 from tests.support.models import write_tiny_bert
@@ -22,7 +23,6 @@ from tests.support.panels import Reader
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
-HELLO = [{"role": "user", "content": "hello"}]
 CATS = ("a cat", ["a dog", "a cat"])
 WAIT_S = 60.0
 
@@ -139,17 +139,17 @@ async def swapping(request, swap_home):
 
 @pytest.fixture
 def slow(swapping, monkeypatch):
-    """Loads wait until this event is set."""
     return delay_loads(swapping, monkeypatch)
 
 
 def delay_loads(lab, monkeypatch):
+    """Let loads wait until the returned event is set."""
     engine, resume = manager_of(lab).engine("mlx"), threading.Event()
     load = engine.load
 
-    async def slow_load(entry, spec):
+    async def slow_load(entry, spec, **options):
         await asyncio.to_thread(resume.wait, WAIT_S)
-        return await load(entry, spec)
+        return await load(entry, spec, **options)
 
     monkeypatch.setattr(engine, "load", slow_load)
     return resume
@@ -214,7 +214,7 @@ async def test_a_ranking_restores_the_idle_model_while_the_loop_is_blocked(swapp
 
 
 async def test_the_panels_show_which_model_is_being_loaded(swapping, slow):
-    chat, rank = (Reader(panel(swapping.workbench), swapping.workbench) for panel in (ChatPanel, RerankPanel))
+    chat, rank = (Reader(panel(swapping.workbench)) for panel in (ChatPanel, RerankPanel))
     slow.set()
     await make_idle(swapping, "tiny")
     slow.clear()
@@ -258,32 +258,9 @@ async def test_an_idle_model_of_another_kind_is_not_restored(swapping):
     assert manager_of(swapping).snapshot.model is None
 
 
-async def test_a_model_that_was_unloaded_on_request_is_not_restored(swapping):
-    await swapping.aload("tiny")
-    await swapping.aunload()
-    with pytest.raises(NotLoadedError, match="load"):
-        while_blocked(swapping, short_answer(swapping))
-
-
 async def test_an_idle_model_without_files_is_reported(swapping, swap_home):
     (swap_home / "models" / "short-lived").symlink_to(swap_home / "models" / "tiny")
     await make_idle(swapping, "short-lived")
     (swap_home / "models" / "short-lived").unlink()
     with pytest.raises(NotLoadedError, match="short-lived was unloaded"):
         while_blocked(swapping, short_answer(swapping))
-
-
-async def test_a_stopped_lab_loads_nothing(swapping):
-    await make_idle(swapping, "tiny")
-    await swapping.astop()
-    with pytest.raises(HostingError, match="stopped"):
-        await short_answer(swapping)
-    with pytest.raises(HostingError, match="stopped"):
-        await swapping.workbench.backend.rerank(rerank_body(*CATS, model=None))
-
-
-async def test_without_swap_the_error_says_what_to_load(swap_home):
-    async with lmx_lab.Lab(Settings(home=swap_home, port=0), loop="kernel") as lab:
-        await make_idle(lab, "tiny")
-        with pytest.raises(NotLoadedError, match="tiny was unloaded because it was idle"):
-            while_blocked(lab, short_answer(lab))

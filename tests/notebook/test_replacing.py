@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.engine import registry
+from lmx_lab.engine import engines
 from lmx_lab.engine.echo.engine import EchoEngine
 from lmx_lab.errors import (
     DaemonRunningError,
@@ -81,8 +81,7 @@ def _no_lab_remains():
 @pytest.fixture(scope="module", params=["long", "long-file.gguf"], ids=["mlx", "gguf"])
 def model(request):
     """A model that answers in this process, or in another one."""
-    name = request.param
-    return name
+    return request.param
 
 
 MLX_ONLY = pytest.mark.parametrize("model", ["long"], indirect=True, ids=["mlx"])
@@ -97,8 +96,7 @@ def running(model, options):
 @contextlib.contextmanager
 def unchanged(lab):
     """Check that the code in the block leaves a lab as it is: its running answer, model, port and panels."""
-    main, workbench, url = manager_of(lab).residents.main, lab.workbench, lab.url
-    assert main is not None
+    main, workbench, url = manager_of(lab).main, lab.workbench, lab.url
     with contextlib.closing(lab.chat("hello", stream=True, **LONG)) as stream:
         pieces = iter(stream)
         next(pieces)
@@ -106,7 +104,7 @@ def unchanged(lab):
         next(pieces)
     assert (lmx_lab.current(), lab.running, lab.url) == (lab, True, url)
     # A model that was loaded again is another object.
-    assert manager_of(lab).residents.main is main
+    assert manager_of(lab).main is main
     assert httpx2.get(f"{url}/readyz").json()["model"] == main.entry.id
     assert lab.chat("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
     assert lab.workbench is workbench
@@ -125,80 +123,39 @@ def restored(lab, model):
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "message"),
+    ("changes", "error", "message"),
     [
-        ("logn", ModelNotFoundError, r"there is no model 'logn' on disk; did you mean 'long'\?"),
-        ("/nowhere", ModelNotFoundError, "there is no model '/nowhere'"),
-        ("cut", UnusableModelError, r"model\.safetensors"),
-        ("no-config", UnusableModelError, r"config\.json cannot be read"),
-        ("no-header", UnusableModelError, r"model\.safetensors"),
-        ("cut-file.gguf", UnusableModelError, r"cut-file\.gguf"),
+        ({"model": "logn"}, ModelNotFoundError, r"there is no model 'logn' on disk; did you mean 'long'\?"),
+        ({"model": "/nowhere"}, ModelNotFoundError, "there is no model '/nowhere'"),
+        ({"model": "cut"}, UnusableModelError, r"model\.safetensors"),
+        ({"model": "no-config"}, UnusableModelError, r"config\.json cannot be read"),
+        ({"model": "no-header"}, UnusableModelError, r"model\.safetensors"),
+        ({"model": "cut-file.gguf"}, UnusableModelError, r"cut-file\.gguf"),
+        *(
+            ({"model": model, "memory_limit_bytes": SMALL}, OutOfMemoryError, "GB are allowed; choose a smaller")
+            for model in ("other", "long-file.gguf")
+        ),
     ],
 )
-def test_a_model_that_is_missing_or_damaged_leaves_the_lab_as_it_is(running, options, name, error, message):
+def test_a_model_that_cannot_be_loaded_leaves_the_lab_as_it_is(running, options, changes, error, message):
     # With the same settings, the load is refused by the lab itself.
-    for settings in ({}, {"slots": 3}):
+    for settings in (changes, {"slots": 3, **changes}):
         with unchanged(running), pytest.raises(error, match=message):
-            lmx_lab.launch(name, **options, **settings)
-
-
-@pytest.mark.parametrize("name", ["other", "long-file.gguf"])
-def test_a_model_that_is_too_large_leaves_the_lab_as_it_is(running, options, name):
-    with unchanged(running), pytest.raises(OutOfMemoryError, match="GB are allowed; choose a smaller"):
-        lmx_lab.launch(name, memory_limit_bytes=SMALL, **options)
+            lmx_lab.launch(**options, **settings)
 
 
 @MLX_ONLY
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("changes", "error", "message"),
     [
-        ({"model": "other", "engine": "llama.cpp"}, UnusableModelError, "runs on mlx and not on llama.cpp"),
+        ({"engine": "llama.cpp"}, UnusableModelError, "runs on mlx and not on llama.cpp"),
         ({"model": "long-file.gguf", "engine": "mlx"}, UnusableModelError, "runs on llama.cpp and not on mlx"),
-        ({"model": "other", "engine": "metal"}, InvalidRequestError, "engine: Input should be .*given: 'metal'"),
-        ({"model": "other", "embedder": "embedder2"}, ModelNotFoundError, "did you mean 'embedder'"),
-        ({"model": "other", "embedder": "other"}, UnusableModelError, "other is a chat model"),
-        ({"reranker": "embedder"}, UnusableModelError, "a reranker is needed here"),
+        ({"engine": "metal"}, InvalidRequestError, "engine: Input should be .*given: 'metal'"),
+        ({"embedder": "embedder2"}, ModelNotFoundError, "did you mean 'embedder'"),
+        ({"embedder": "other"}, UnusableModelError, "other is a chat model"),
+        ({"model": None, "reranker": "embedder"}, UnusableModelError, "a reranker is needed here"),
         ({"model": "unknown-model", "embedder": "embedder", "reranker": "reranker"}, ModelNotFoundError, "no model"),
         ({"model": "echo", "echo_script": Path("no-script.jsonl")}, UnusableModelError, "no-script"),
-    ],
-)
-def test_a_model_that_does_not_fit_the_arguments_leaves_the_lab_as_it_is(running, options, arguments, error, message):
-    with unchanged(running), pytest.raises(error, match=message):
-        lmx_lab.launch(slots=3, **{**options, **arguments})
-
-
-@MLX_ONLY
-def test_models_that_do_not_fit_into_memory_together_leave_the_lab_as_it_is(running, options):
-    sizes = [running.server.catalog.resolve(name).size_bytes for name in ("other", "embedder")]
-    with unchanged(running), pytest.raises(OutOfMemoryError, match="other needs"):
-        lmx_lab.launch("other", embedder="embedder", memory_limit_bytes=sum(sizes) - 1, **options)
-
-
-@MLX_ONLY
-def test_an_engine_that_is_not_installed_leaves_the_lab_as_it_is(running, options, monkeypatch):
-    monkeypatch.setattr(registry, "is_installed", lambda: False)
-    with unchanged(running), pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
-        lmx_lab.launch("long-file.gguf", engine="llama.cpp", slots=3, **options)
-
-
-def test_a_first_launch_that_cannot_load_its_model_leaves_a_server_for_the_corrected_one(tmp_path, options):
-    if (lab := lmx_lab.current()) is not None:
-        lab.stop()
-    with pytest.raises(ModelNotFoundError, match="did you mean 'echo'"):
-        lmx_lab.launch("ecko", **{**options, "home": tmp_path})
-    first = lmx_lab.current()
-    assert first is not None
-    with lmx_lab.launch("echo", **{**options, "home": tmp_path}) as lab:
-        assert (lab, manager_of(lab).snapshot.model) == (first, "echo")
-
-
-# --- settings and ports
-
-
-@MLX_ONLY
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
         ({"slots": 0}, InvalidRequestError, "slots is 0"),
         ({"slot": 3}, InvalidRequestError, "did you mean 'slots'"),
         ({"loop": "kernel"}, InvalidRequestError, "running event loop"),
@@ -213,9 +170,36 @@ def test_a_first_launch_that_cannot_load_its_model_leaves_a_server_for_the_corre
         ({"daemon": True, "cors_origins": ["*"]}, InvalidRequestError, "cors_origins"),
     ],
 )
-def test_a_setting_that_cannot_work_leaves_the_lab_as_it_is(running, options, settings, error, message):
+def test_arguments_that_cannot_work_leave_the_lab_as_it_is(running, options, changes, error, message):
     with unchanged(running), pytest.raises(error, match=message):
-        lmx_lab.launch("other", **{**options, **settings})
+        lmx_lab.launch(**{"model": "other", "slots": 3, **options, **changes})
+
+
+@MLX_ONLY
+def test_models_that_do_not_fit_into_memory_together_leave_the_lab_as_it_is(running, options):
+    sizes = [running.server.catalog.resolve(name).size_bytes for name in ("other", "embedder")]
+    with unchanged(running), pytest.raises(OutOfMemoryError, match="other needs"):
+        lmx_lab.launch("other", embedder="embedder", memory_limit_bytes=sum(sizes) - 1, **options)
+
+
+@MLX_ONLY
+def test_an_engine_that_is_not_installed_leaves_the_lab_as_it_is(running, options, monkeypatch):
+    monkeypatch.setattr(engines, "is_installed", lambda: False)
+    with unchanged(running), pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
+        lmx_lab.launch("long-file.gguf", engine="llama.cpp", slots=3, **options)
+
+
+def test_a_first_launch_that_cannot_load_its_model_leaves_a_server_for_the_corrected_one(tmp_path, options):
+    if (lab := lmx_lab.current()) is not None:
+        lab.stop()
+    with pytest.raises(ModelNotFoundError, match="did you mean 'echo'"):
+        lmx_lab.launch("ecko", **{**options, "home": tmp_path})
+    first = lmx_lab.current()
+    with lmx_lab.launch("echo", **{**options, "home": tmp_path}) as lab:
+        assert (lab, manager_of(lab).snapshot.model) == (first, "echo")
+
+
+# --- ports and daemons
 
 
 @MLX_ONLY
@@ -253,56 +237,6 @@ def test_a_daemon_of_another_process_leaves_the_lab_as_it_is(running, options, h
         assert daemon.running
 
 
-# --- interrupts
-
-
-class Hanging:
-    """Loads of the echo engine that hang until they are cancelled."""
-
-    def __init__(self):
-        self.started = threading.Event()
-
-    async def check(self, entry, spec, **_):
-        self.started.set()
-        await asyncio.Event().wait()
-
-    async def load(self, entry, spec):
-        self.started.set()
-        await asyncio.Event().wait()
-        raise AssertionError("a load that hangs has ended")
-
-    def then(self, call):
-        """Call a function when the load hangs, in another thread."""
-
-        def run():
-            assert self.started.wait(WAIT_S)
-            call()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-
-@pytest.fixture
-def hanging(request, monkeypatch):
-    hanging = Hanging()
-    if request.param == "check":
-        monkeypatch.setattr(EchoEngine, "check", hanging.check)
-    else:
-        monkeypatch.setattr(EchoEngine, "load", hanging.load)
-    return hanging
-
-
-@MLX_ONLY
-@pytest.mark.parametrize("hanging", ["check"], indirect=True)
-def test_an_interrupt_during_the_checks_leaves_the_lab_as_it_is(running, options, hanging):
-    with unchanged(running):
-        interrupting = hanging.then(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            lmx_lab.launch("echo", slots=3, **options)
-        interrupting.join()
-
-
 # --- loads that fail when the models of the running lab have made room
 
 
@@ -316,7 +250,6 @@ def test_an_interrupt_during_the_checks_leaves_the_lab_as_it_is(running, options
 )
 def test_after_a_load_that_fails_the_lab_loads_its_model_again(running, options, arguments, error, message):
     model, requests = manager_of(running).snapshot.model, len(running.requests)
-    assert model is not None
     with contextlib.closing(running.chat("hello", stream=True, **LONG)) as stream:
         pieces = iter(stream)
         next(pieces)
@@ -331,12 +264,15 @@ def test_after_a_load_that_fails_the_lab_loads_its_model_again(running, options,
 
 
 @MLX_ONLY
-@pytest.mark.parametrize("hanging", ["load"], indirect=True)
-def test_an_interrupt_during_the_load_loads_the_model_of_the_lab_again(running, options, hanging):
-    answers = []
-    refusals = []
+def test_an_interrupt_during_the_load_loads_the_model_of_the_lab_again(running, options, monkeypatch):
+    loading, answers, refusals = threading.Event(), [], []
+
+    async def hang(engine, entry, spec, **_):
+        loading.set()
+        await asyncio.Event().wait()
 
     def use_the_lab():
+        assert loading.wait(WAIT_S)
         answers.append(httpx2.get(f"{running.url}/readyz"))
         body = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
         answers.append(httpx2.post(f"{running.url}/v1/chat/completions", json=body))
@@ -347,7 +283,9 @@ def test_an_interrupt_during_the_load_loads_the_model_of_the_lab_again(running, 
             refusals.append(caught.value)
         interrupt()
 
-    using = hanging.then(use_the_lab)
+    monkeypatch.setattr(EchoEngine, "load", hang)
+    using = threading.Thread(target=use_the_lab)
+    using.start()
     with pytest.raises(KeyboardInterrupt, match="the running lab was not replaced, and long is loaded in it again"):
         lmx_lab.launch("echo", slots=3, **options)
     using.join()
@@ -360,16 +298,14 @@ def test_an_interrupt_during_the_load_loads_the_model_of_the_lab_again(running, 
 def test_after_a_load_that_fails_pinned_models_and_the_daemon_are_there_again(tmp_path, options):
     options |= {"home": tmp_path, "model_folders": [options["home"] / "models"], "daemon": True, "daemon_port": 0}
     with lmx_lab.launch("long", embedder="embedder", **options) as lab:
-        assert lab.daemon is not None
 
         @lab.daemon.tool
         def noon() -> str:
             return "noon"
 
         vector, before = lab.embed("a cat"), lab.daemon
-        with pytest.raises(
-            UnusableModelError, match=r"(?s)missing-layer .*; the running lab was not replaced, and long"
-        ):
+        message = r"(?s)missing-layer .*; the running lab was not replaced, and long"
+        with pytest.raises(UnusableModelError, match=message):
             lmx_lab.launch("missing-layer", embedder="embedder", slots=3, **options)
         restored(lab, "long")
         assert (lab.embed("a cat") == vector).all()
@@ -383,9 +319,8 @@ def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path, options):
     shutil.copytree(options["home"] / "models" / "missing-layer", models / "missing-layer")
     with lmx_lab.launch("removed", **{**options, "home": tmp_path}) as lab:
         (models / "removed" / "config.json").unlink()
-        with pytest.raises(
-            UnusableModelError, match=r"not replaced, but its model could not be loaded again: .*config"
-        ):
+        message = "not replaced, but its model could not be loaded again: .*config"
+        with pytest.raises(UnusableModelError, match=message):
             lmx_lab.launch("missing-layer", slots=3, **{**options, "home": tmp_path})
         assert (lmx_lab.current(), manager_of(lab).snapshot.model) == (lab, None)
         assert lab.load("echo").model == "echo"
@@ -399,11 +334,8 @@ def test_the_memory_of_the_replaced_lab_counts_as_free(running, options):
     # Sufficient for one of the models, but not for both.
     limit = manager_of(running).snapshot.model_memory_bytes * 2 - 1
     with lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) as lab:
-        assert (manager_of(lab).snapshot.model, lab.server.port, running.running) == (
-            "other",
-            running.server.port,
-            False,
-        )
+        assert (manager_of(lab).snapshot.model, lab.server.port) == ("other", running.server.port)
+        assert not running.running
         assert lmx_lab.launch("other", **{**options, "memory_limit_bytes": limit}) is lab
 
 

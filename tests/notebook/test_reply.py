@@ -1,7 +1,6 @@
 """Test replies: how they are assembled from deltas, and that a model's text never becomes HTML, a link or an image."""
 
 from dataclasses import replace
-from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
@@ -19,58 +18,15 @@ from lmx_lab.portal import LoopThread
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta
 from tests.support.asking import report
+from tests.support.panels import Page
 
-LIVE = [
-    "<script>",
-    "</details>",
-    "<img src=x onerror=y>",
-    "![a](http://b)",
-    "[a](b)",
-    "`",
-    "```\n",
-    "\n\n",
-    "&lt;",
-    "\r",
+MARKUP = [
+    *("<script>", "</script>", "</details>", "<img src=x onerror=alert(1)>", "<a href='x'>", "<!--", "-->", "<pre>"),
+    *("![a](http://x/y)", "[a](javascript:x)", "[a]: javascript:x", "[a][a]", "[a]", "<javascript:x>", '"'),
+    *("&lt;", "&lt;b&gt;", "&#60;i&#62;", "```\n", "```html\n", "~~~\n", "`", "``", "\r", "\n", "\n\n", "    "),
+    *("- ", "> ", "1. ", "\\", "word", "* ", "|", "---"),
 ]
-"""Parts of Markdown and HTML that could become elements of a page."""
-LIVE_TEXT = [
-    "<script>",
-    "</script>",
-    "<img src=x onerror=alert(1)>",
-    "<a href='x'>",
-    "![a](http://x/y)",
-    "[a](javascript:x)",
-]
-LIVE_TEXT += [
-    "[a]: javascript:x",
-    "[a][a]",
-    "[a]",
-    "<javascript:x>",
-    "&lt;b&gt;",
-    "&#60;i&#62;",
-    "<!--",
-    "-->",
-    "<pre>",
-    '"',
-]
-LAYOUT = [
-    "```\n",
-    "```html\n",
-    "~~~\n",
-    "`",
-    "``",
-    "\n",
-    "\n\n",
-    "    ",
-    "- ",
-    "> ",
-    "1. ",
-    "\\",
-    "word",
-    "* ",
-    "|",
-    "---",
-]
+"""Parts of Markdown and HTML that could become elements of a page, and those that arrange text."""
 HARMLESS = {"p", "pre", "code", "ul", "ol", "li", "blockquote", "em", "strong", "hr", "br", "start"} | {
     *("h1", "h2", "h3", "table", "thead", "tbody", "tr", "th", "td", "s", "class")
 }
@@ -98,20 +54,8 @@ def reply(text="hi", *, reasoning="", calls=()):
     return Reply.of_answer(finished(answer, report(reasoning=3)))
 
 
-class Page(HTMLParser):
-    """The text, the elements and the attributes of a page."""
-
-    def __init__(self, markdown):
-        super().__init__()
-        self.elements = set()
-        self.text = ""
-        self.feed(MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(markdown))
-
-    def handle_starttag(self, tag, attributes):
-        self.elements |= {tag, *(name for name, _ in attributes)}
-
-    def handle_data(self, data):
-        self.text += data
+def rendered(markdown):
+    return Page(MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(markdown))
 
 
 # --- replies
@@ -153,7 +97,7 @@ def test_a_json_answer_is_parsed_and_shown_with_indentation():
         made = Reply.of_answer(finished(answer, report()), json_shape(shape))
         assert made.parsed == value
         assert '{\n  "name": "Ulm",\n  "people": 128\n}' in repr(made)
-        assert Page(made._repr_markdown_()).text.startswith('{\n  "name": "Ulm"')
+        assert rendered(made._repr_markdown_()).text.startswith('{\n  "name": "Ulm"')
     assert Reply.of_answer(finished(answer, report())).parsed is None
 
 
@@ -196,44 +140,44 @@ def test_a_reply_shows_its_calls_and_mentions_thoughts():
     shown = reply("", reasoning="hm", calls=PIECES)
     lines = repr(shown).splitlines()
     assert lines[:4] == ["[thoughts, 3 tokens: see .reasoning]", "", '→ look({"at": "sea"})', "→ see()"]
-    page = Page(shown._repr_markdown_())
+    page = rendered(shown._repr_markdown_())
     assert all(part in page.text for part in ("thoughts, 3 tokens", "hm", '→ look({"at": "sea"})', "→ see()"))
-    assert {"details", "summary", "code"} <= page.elements
+    assert {"details", "summary", "code"} <= page.names
 
 
 @pytest.mark.slow
-@given(st.lists(st.sampled_from(LIVE) | st.text(max_size=5), max_size=8).map("".join))
+@given(st.lists(st.sampled_from(MARKUP) | st.text(max_size=5), max_size=8).map("".join))
 def test_thoughts_and_calls_never_become_html(text):
     calls = (ToolCallDelta(index=0, id=text, name=text, arguments=text),)
-    page = Page(reply("", reasoning=text, calls=calls)._repr_markdown_())
-    assert page.elements <= {"p", "details", "summary", "small", "br", "code"}
+    page = rendered(reply("", reasoning=text, calls=calls)._repr_markdown_())
+    assert page.names <= {"p", "details", "summary", "small", "br", "code"}
 
 
 def test_a_reply_displays_its_text_and_cost():
-    page = Page(reply()._repr_markdown_())
+    page = rendered(reply()._repr_markdown_())
     assert "5 tokens" in page.text
-    assert page.elements <= {*HARMLESS, "small"}
+    assert page.names <= {*HARMLESS, "small"}
 
 
 # --- Markdown
 
 
 @pytest.mark.slow
-@given(st.lists(st.sampled_from(LIVE_TEXT + LAYOUT) | st.text(max_size=5), max_size=12).map("".join))
+@given(st.lists(st.sampled_from(MARKUP) | st.text(max_size=5), max_size=12).map("".join))
 def test_no_text_of_a_model_becomes_live_html_a_link_or_an_image(text):
-    assert Page(safe_markdown(text)).elements <= HARMLESS
+    assert rendered(safe_markdown(text)).names <= HARMLESS
 
 
 def test_html_of_a_model_is_shown_as_its_text():
     text = "Use <b>bold</b> & `a < b`:\n\n```html\n<script>x</script>\n\n  <i>\n```\nand **so** on"
-    page = Page(safe_markdown(text))
+    page = rendered(safe_markdown(text))
     lines = [line for line in page.text.splitlines() if line]
     assert lines == ["Use <b>bold</b> & a < b:", "<script>x</script>", "  <i>", "and so on"]
-    assert {"strong", "pre", "code"} <= page.elements
+    assert {"strong", "pre", "code"} <= page.names
 
 
 def test_a_block_that_was_cut_off_is_still_code():
-    assert Page(safe_markdown("```python\nif a < b:\n    x")).text == "if a < b:\n    x\n"
+    assert rendered(safe_markdown("```python\nif a < b:\n    x")).text == "if a < b:\n    x\n"
 
 
 # --- streams

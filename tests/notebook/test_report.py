@@ -3,7 +3,6 @@
 import os
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -12,17 +11,12 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, take_snapshot, write_report
 from lmx_lab.panels.summary import CHARTS
 from lmx_lab.panels.workbench import EndedRequest
-from lmx_lab.wire.admin import Compute, ModelRecords, RequestEvent, Sample
-from tests.support.panels import record
+from lmx_lab.wire.admin import Compute, ModelRecords
+from tests.support.panels import Page, contrast, record, server_sample
+from tests.support.samples import request_end
 
 STATE = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400", model="tiny")
 HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x\">\x00\u202e\ud800&amp;"
-VOID = {"meta", "br", "img", "link", "hr", "input"}
-
-
-def sample(at, **values):
-    zero = dict.fromkeys(set(Sample.model_fields) - {"type", "at"}, 0)
-    return Sample(at=at, **{**zero, **values})
 
 
 def snapshot(*models, state=STATE, now=None):
@@ -33,48 +27,16 @@ def snapshot(*models, state=STATE, now=None):
 
 
 def test_a_snapshot_has_server_model_measurements_machine_and_versions():
-    taken = snapshot("tiny", now=sample(1, memory_active_gb=1.5, queued_requests=3))
+    taken = snapshot("tiny", now=server_sample(1, memory_active_gb=1.5, queued_requests=3))
     for text in (repr(taken), taken._repr_html_().replace("&#x27;", "'")):
         for words in ("running, on the kernel's loop", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
             assert words in text
         assert all(f"{name} " in text for name in ("lmx-lab", "mlx", "mlx-lm", "python"))
 
 
-class Page(HTMLParser):
-    """Parses a page, and checks that every element is closed by its own end tag."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.elements = []
-        self.texts = []
-        self._open = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-    @property
-    def tags(self):
-        return [tag for tag, _ in self.elements]
-
-
 def ended(at, **fields):
-    usual = {"model": "tiny", "finish_reason": "stop", "prompt_tokens": 5, "completion_tokens": 7}
-    speeds = {"tokens_per_second": 20.0, "ttft_ms": 100.0}
-    return EndedRequest(at=at, event=RequestEvent.model_validate({"request_id": "r", **usual, **speeds, **fields}))
+    usual = {"prompt_tokens": 5, "completion_tokens": 7, "tokens_per_second": 20.0, "ttft_ms": 100.0}
+    return EndedRequest(at=at, event=request_end(**{**usual, **fields}).event)
 
 
 def rows(text, section):
@@ -86,7 +48,8 @@ def rows(text, section):
 
 
 def full_report(requests=()):
-    samples = [sample(1000 + i, decode_tokens_per_second=i, active_requests=1, memory_active_gb=2) for i in range(60)]
+    fields = {"active_requests": 1, "memory_active_gb": 2}
+    samples = [server_sample(1000 + at, decode_tokens_per_second=at, **fields) for at in range(60)]
     return report_html(snapshot("tiny", now=samples[-1]), samples, requests, [("Chat", "<p>words</p>"), ("Empty", "")])
 
 
@@ -106,10 +69,10 @@ def test_the_page_is_complete_and_loads_nothing():
 def test_names_and_messages_are_shown_as_text():
     state = replace(STATE, model=HOSTILE, note=HOSTILE, pinned=(HOSTILE,), url=HOSTILE, place=HOSTILE)
     requests = [ended(1000, model=HOSTILE, code=HOSTILE, finish_reason="error")]
-    text = report_html(snapshot(HOSTILE, state=state), [sample(1)], requests, [(HOSTILE, "<p>mine</p>")])
+    text = report_html(snapshot(HOSTILE, state=state), [server_sample(1)], requests, [(HOSTILE, "<p>mine</p>")])
     page = Page(text)
     assert not {"script", "img"} & set(page.tags)
-    assert "<script>alert(1)</script>" in "".join(page.texts)
+    assert "<script>alert(1)</script>" in page.text
     assert not set("\x00\u202e\ud800") & set(text)
     assert "<p>mine</p>" in text
     Page(snapshot(HOSTILE, state=state)._repr_html_())
@@ -128,11 +91,8 @@ def test_an_empty_report_says_so_in_each_section():
 def test_requests_are_listed_newest_first_with_their_outcome():
     refused = ended(3000, finish_reason="error", code="queue-full", tokens_per_second=0, ttft_ms=0)
     listed = rows(full_report([ended(1000), refused, ended(2000, kind="embedding")]), "Requests")[2:]
-    assert [(row[1], row[7]) for row in listed] == [
-        ("chat", "error: queue-full"),
-        ("embedding", "stop"),
-        ("chat", "stop"),
-    ]
+    outcomes = [("chat", "error: queue-full"), ("embedding", "stop"), ("chat", "stop")]
+    assert [(row[1], row[7]) for row in listed] == outcomes
     assert listed[0][5:7] == ["", ""]  # A request that failed has no speed.
     assert listed[2][3:7] == ["5", "7", "20", "100"]
 
@@ -163,7 +123,7 @@ def test_models_and_charts_are_those_of_the_panels():
 
 
 def test_samples_in_any_order_make_the_same_charts():
-    samples = [sample(1000 + index, prompt_tokens_per_second=index) for index in range(20)]
+    samples = [server_sample(1000 + index, prompt_tokens_per_second=index) for index in range(20)]
     now = snapshot("tiny")
     assert report_html(now, samples, []) == report_html(now, samples[::-1], [])
     assert "Gaps" not in report_html(now, samples, [])
@@ -177,18 +137,6 @@ def test_text_and_lines_have_enough_contrast_in_both_themes():
         assert min(contrast(theme[f"line-{index}"], theme["paper"]) for index in range(3)) >= 4.5
 
 
-def contrast(one, other):
-    """By WCAG 2.2."""
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-def luminance(colour):
-    parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
 # --- the file
 
 
@@ -200,16 +148,12 @@ def test_a_report_is_written_and_overwritten(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_report_has_the_permissions_of_the_users_files(tmp_path):
+def test_a_report_has_the_permissions_of_the_users_files_and_a_link_to_it_stays_a_link(tmp_path):
     (tmp_path / "other").write_text("")
-    saved = write_report(tmp_path / "run.html", full_report())
-    assert saved.stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
-def test_a_link_to_a_report_stays_a_link(tmp_path):
     (tmp_path / "link.html").symlink_to(tmp_path / "run.html")
-    assert write_report(tmp_path / "link.html", full_report()) == tmp_path / "run.html"
-    assert (tmp_path / "link.html").is_symlink()
+    saved = write_report(tmp_path / "link.html", full_report())
+    assert (saved, (tmp_path / "link.html").is_symlink()) == (tmp_path / "run.html", True)
+    assert saved.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_file_that_is_not_a_report_is_not_overwritten(tmp_path):

@@ -127,18 +127,12 @@ def machines():
             if (created := ip("netns", "add", name)).returncode != 0:
                 pytest.skip(f"network namespaces are not permitted here: {created.stderr.strip()}")
             stack.callback(ip, "netns", "del", name)
-        assert (
-            ip(
-                "link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]
-            ).returncode
-            == 0
-        )
+        first, second = (f"{name} netns {name}" for name in names)
+        linked = ip(*f"link add {first} type veth peer {second}".split())
+        assert linked.returncode == 0
         for at, name in enumerate(names, 1):
-            for command in (
-                ("addr", "add", f"{NETWORK}.{at}/24", "dev", name),
-                ("link", "set", name, "up"),
-                ("link", "set", "lo", "up"),
-            ):
+            address = ("addr", "add", f"{NETWORK}.{at}/24", "dev", name)
+            for command in (address, ("link", "set", name, "up"), ("link", "set", "lo", "up")):
                 assert ip("-n", name, *command).returncode == 0
         yield names
 
@@ -181,13 +175,11 @@ def test_the_table_has_the_tested_versions_of_agents():
 
 
 def test_the_table_has_the_versions_that_are_tested():
-    constraints = ROOT / "tools" / "constraints"
-    tested = dict(
-        re.findall(r"^([\w.-]+)==(\S+)$", (constraints / "clients.txt").read_text(), flags=re.MULTILINE)
-        + re.findall(r"^(openai)==(\S+)$", (constraints / "all.txt").read_text(), flags=re.MULTILINE)
-        + re.findall(r"^(aider-chat)==(\S+)$", (constraints / "aider.txt").read_text(), flags=re.MULTILINE)
-        + re.findall(r"^(lm-eval|inspect-ai)==(\S+)$", (constraints / "harnesses.txt").read_text(), flags=re.MULTILINE)
-    )
+    packages = {"clients": r"[\w.-]+", "all": "openai", "aider": "aider-chat", "harnesses": "lm-eval|inspect-ai"}
+    tested = {}
+    for name, pattern in packages.items():
+        text = (ROOT / "tools" / "constraints" / f"{name}.txt").read_text()
+        tested |= re.findall(rf"^({pattern})==(\S+)$", text, flags=re.MULTILINE)
     documented = [re.findall(r"([\w-]+) (\d[\d.]*)", row["tried with"]) for row in table_rows(PAGE, "client")]
     named = dict(pair for row in documented for pair in row)
     assert {"openai", "langchain-openai", "llm", "litellm", "instructor"} <= set(named)

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.other_clients.clients_page import run_section, serve_arguments
@@ -23,42 +23,23 @@ from tests.other_clients.request_recorder import recording
 from tests.support.commands import Serving, serving
 from tests.support.docs import ROOT
 
-EXPECTED: Mapping[str, Sequence[str]] = {
-    "anthropic-python": ("Paris", "end_turn", "tokens"),
-    "ollama-python": ("Paris", " stop", "name='", "4 tokens", "2 vectors", "smollm2-135m:latest"),
+EXPECTED: Mapping[str, tuple[str, Sequence[str]]] = {
+    "anthropic-python": ("anthropic", ("Paris", "end_turn", "tokens")),
+    "ollama-python": ("ollama", ("Paris", " stop", "name='", "4 tokens", "2 vectors", "smollm2-135m:latest")),
     "LangChain": (
-        "Paris",
-        "name='",
-        "City ['inhabitants', 'name']",
-        "384 numbers",
-        "from ChatAnthropic",
-        "from ChatOllama",
+        "langchain-openai",
+        ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers", "from ChatAnthropic", "from ChatOllama"),
     ),
-    "LlamaIndex": ("Paris", "name='", "384 numbers"),
-    "DSPy": ("Paris", "city="),
-    "pydantic-ai": ("Paris", "City(name='"),
-    "llm": ("Paris", '"inhabitants"'),
-    "LiteLLM": ("Paris", "2 vectors of 384 numbers"),
-    "instructor": ("JSON_SCHEMA City(name='", "TOOLS City(name='"),
+    "LlamaIndex": ("llama-index-llms-openai-like", ("Paris", "name='", "384 numbers")),
+    "DSPy": ("dspy", ("Paris", "city=")),
+    "pydantic-ai": ("pydantic-ai-slim", ("Paris", "City(name='")),
+    "llm": ("llm", ("Paris", '"inhabitants"')),
+    "LiteLLM": ("litellm", ("Paris", "2 vectors of 384 numbers")),
+    "instructor": ("instructor", ("JSON_SCHEMA City(name='", "TOOLS City(name='")),
 }
-"""Texts that the output of each section must contain."""
-SCRIPTED: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
-    "aider": (["The sum is wrong.\n\nadd.py\n```\ndef add(a, b):\n    return a + b\n```\n"], ("return a + b",)),
-}
-"""Sections that need a better model than the starter: the answers of the echo engine, and texts of the output."""
-PACKAGES: Mapping[str, str] = {
-    "anthropic-python": "anthropic",
-    "ollama-python": "ollama",
-    "LangChain": "langchain-openai",
-    "LlamaIndex": "llama-index-llms-openai-like",
-    "DSPy": "dspy",
-    "pydantic-ai": "pydantic-ai-slim",
-    "llm": "llm",
-    "LiteLLM": "litellm",
-    "instructor": "instructor",
-    "aider": "aider-chat",
-}
-"""The package of each section's client."""
+"""The package of each section's client, and texts that the output must contain."""
+SCRIPTED = "The sum is wrong.\n\nadd.py\n```\ndef add(a, b):\n    return a + b\n```\n"
+"""The answer of the echo engine to aider, which needs a better model than the starter."""
 LANGCHAIN_TESTS = Path(__file__).with_name("langchain_tool_calling.py")
 
 
@@ -66,36 +47,26 @@ def main(environment: Path, aider: Path) -> int:
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
     failed = 0
     with serving(home, *serve_arguments(None), "--port", "0") as server:
-        for title, texts in EXPECTED.items():
-            failed += not _try_section(title, texts, server, environment.absolute() / "bin")
+        for title, (package, texts) in EXPECTED.items():
+            failed += not _try_section(title, package, texts, server, environment.absolute() / "bin")
         failed += not _run_langchain_tests(server, environment.absolute() / "bin")
-    for title, (answers, texts) in SCRIPTED.items():
-        with _scripted(answers) as server:
-            failed += not _try_section(title, texts, server, aider.absolute() / "bin")
-    count = len(EXPECTED) + len(SCRIPTED) + 1
+    with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
+        script = Path(folder) / "script.jsonl"
+        script.write_text(json.dumps(SCRIPTED))
+        before = ("env", f"LMX_LAB_ECHO_SCRIPT={script}")
+        with serving(Path(folder), "--model", "echo", "--port", "0", before=before) as server:
+            programs = aider.absolute() / "bin"
+            failed += not _try_section("aider", "aider-chat", ("return a + b",), server, programs)
+    count = len(EXPECTED) + 2
     print(f"{count - failed} of {count} clients work as docs/clients.md shows")
     return int(failed > 0)
 
 
-@contextlib.contextmanager
-def _scripted(answers: Sequence[str]) -> Iterator[Serving]:
-    """Run a server whose echo engine gives these answers."""
-    with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
-        script = Path(folder) / "script.jsonl"
-        script.write_text("\n".join(json.dumps(answer) for answer in answers))
-        before = ("env", f"LMX_LAB_ECHO_SCRIPT={script}")
-        with serving(Path(folder), "--model", "echo", "--port", "0", before=before) as server:
-            yield server
-
-
-def _version(programs: Path, package: str) -> str:
-    code = f"import importlib.metadata as m; print(m.version({package!r}))"
-    return subprocess.run([programs / "python", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _try_section(title: str, texts: Sequence[str], server: Serving, programs: Path) -> bool:
+def _try_section(title: str, package: str, texts: Sequence[str], server: Serving, programs: Path) -> bool:
     """Run a section, print the result, and return whether the section works."""
-    client = f"{title} {_version(programs, PACKAGES[title])}"
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    version = subprocess.run([programs / "python", "-c", code], capture_output=True, text=True, check=True).stdout
+    client = f"{title} {version.strip()}"
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmx-lab-clients-"))
         port = server.port
@@ -117,17 +88,8 @@ def _run_langchain_tests(server: Serving, programs: Path) -> bool:
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
         # A copy, because pytest would import the fixtures of this project, which is not installed there.
         tests = shutil.copy(LANGCHAIN_TESTS, Path(folder) / "test_lab.py")
-        command = [
-            programs / "python",
-            "-m",
-            "pytest",
-            "-q",
-            "-o",
-            "asyncio_mode=auto",
-            "-k",
-            "test_tool or test_bind",
-            tests,
-        ]
+        options = ["-q", "-o", "asyncio_mode=auto", "-k", "test_tool or test_bind"]
+        command = [programs / "python", "-m", "pytest", *options, tests]
         environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}/v1"}
         return subprocess.run(command, cwd=folder, env=environ, check=False).returncode == 0
 

@@ -21,11 +21,6 @@ BINDER = ROOT / "binder"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def requirements():
-    lines = (BINDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 @pytest.fixture
 def home(tmp_path, starter_home, smollm2, minilm, smollm2_gguf):
     """A home folder that already has the starters, to save their download."""
@@ -38,7 +33,8 @@ def home(tmp_path, starter_home, smollm2, minilm, smollm2_gguf):
 
 
 def test_the_requirements_have_the_extras_for_notebooks_in_tested_versions():
-    constraints, package = requirements()
+    lines = (BINDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    constraints, package = [line for line in lines if line and not line.startswith("#")]
     option, path = constraints.split()
     # pip resolves the constraints relative to the file, and the package relative to the repository's root.
     assert (option, (BINDER / path).resolve()) == ("-c", ROOT / "tools" / "constraints" / "all.txt")

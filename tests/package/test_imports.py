@@ -7,21 +7,10 @@ import sys
 import pytest
 
 # Each of these takes longer to import than the whole package may (150 ms), or starts threads or processes.
-HEAVY = {
-    *(
-        "IPython",
-        "anywidget",
-        "anyio",
-        "fastapi",
-        "httpx2",
-        "huggingface_hub",
-        "ipywidgets",
-        "llguidance",
-        "matplotlib",
-    ),
-    *("mcp", "mlx", "mlx_lm", "numpy", "pandas", "prometheus_client", "pydantic", "starlette"),
-    *("tokenizers", "transformers", "uvicorn", "xllamacpp"),
-}
+HEAVY = "IPython anywidget anyio fastapi httpx2 huggingface_hub ipywidgets llguidance matplotlib mcp mlx mlx_lm numpy "
+HEAVY += "pandas prometheus_client pydantic starlette tokenizers transformers uvicorn xllamacpp"
+COMPLETION = "from lmx_lab.cli.completion import complete_model; assert 'minilm-l6' in complete_model('')"
+SERVER = "import lmx_lab.cli.server, lmx_lab.notebook.lab, lmx_lab.notebook.local"
 
 
 def modules_loaded_by(statement):
@@ -44,25 +33,25 @@ def test_the_public_names_exist_before_their_modules_are_imported():
     assert "lmx_lab.notebook" not in loaded
 
 
-@pytest.mark.parametrize("module", ["lmx_lab.settings", "lmx_lab.errors", "lmx_lab.urls", "lmx_lab.cli"])
-def test_basic_modules_load_no_heavy_packages(module):
-    assert not {name.split(".")[0] for name in modules_loaded_by(f"import {module}")} & HEAVY
-
-
-def test_attaching_loads_no_server():
-    loaded = {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import attach")}
-    assert not loaded & {"fastapi", "starlette", "uvicorn", "mlx", "pandas", "ipywidgets"}
-
-
-def test_a_server_starts_without_an_http_client_and_the_engines():
-    loaded = modules_loaded_by("import lmx_lab.cli.server, lmx_lab.notebook.lab, lmx_lab.notebook.local")
-    unneeded = {"httpx2", "wsproto", "mlx", "mlx_lm", "transformers", "huggingface_hub", "xllamacpp", "pandas", "mcp"}
-    assert not {name.split(".")[0] for name in loaded} & unneeded
-
-
-def test_a_server_can_load_a_model_before_it_imports_its_routes():
-    loaded = modules_loaded_by("import lmx_lab.cli.server, lmx_lab.engine.llama_cpp.engine")
-    assert not {name.split(".")[0] for name in loaded} & {"fastapi", "starlette", "pydantic", "uvicorn", "numpy"}
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import lmx_lab.settings", HEAVY),
+        ("import lmx_lab.errors", HEAVY),
+        ("import lmx_lab.urls", HEAVY),
+        ("import lmx_lab.cli", HEAVY),
+        ("from lmx_lab import LabError, Settings", HEAVY),
+        ("from lmx_lab import attach", "fastapi starlette uvicorn mlx pandas ipywidgets"),
+        ("import lmx_lab.panels.metrics, lmx_lab.panels.events", "pandas"),
+        # A server starts without an HTTP client and the engines.
+        (SERVER, "httpx2 wsproto mlx mlx_lm transformers huggingface_hub xllamacpp pandas mcp"),
+        # It can load a model before it imports its routes.
+        ("import lmx_lab.cli.server, lmx_lab.engine.llama_cpp.engine", "fastapi starlette pydantic uvicorn numpy"),
+        (COMPLETION, f"{HEAVY} asyncio filelock"),
+    ],
+)
+def test_an_import_loads_no_package_that_it_does_not_need(statement, absent):
+    assert not {name.split(".")[0] for name in modules_loaded_by(statement)}.intersection(absent.split())
 
 
 def test_usual_options_are_parsed_without_pydantic():
@@ -79,13 +68,6 @@ def test_usual_options_are_parsed_without_pydantic():
 
 
 def test_models_are_completed_without_the_catalog():
-    loaded = modules_loaded_by(
-        "from lmx_lab.cli.completion import complete_model; assert 'minilm-l6' in complete_model('')"
-    )
+    loaded = modules_loaded_by(COMPLETION)
     assert "lmx_lab.weights.locations" in loaded
-    assert not loaded & {"lmx_lab.weights.catalog", "lmx_lab.weights.facts", "asyncio", "filelock"}
-    assert not {name.split(".")[0] for name in loaded} & HEAVY
-
-
-def test_errors_and_settings_load_no_heavy_packages():
-    assert not {name.split(".")[0] for name in modules_loaded_by("from lmx_lab import LabError, Settings")} & HEAVY
+    assert not loaded & {"lmx_lab.weights.catalog", "lmx_lab.weights.facts"}

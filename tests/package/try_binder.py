@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -21,11 +22,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import httpx2
 import psutil
-
-from tests.package.jupyter_browser import JupyterBrowser, NotebookError
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "build" / "binder"
@@ -36,6 +38,7 @@ PREFIX = "/user/someone/"
 CPUS = 2
 POLL_S = 0.1
 START_S = 300.0
+CELL_S = 300.0
 STOP_S = 30.0
 FIRST_NOTEBOOK = "notebooks/00_quickstart.ipynb"
 NOTEBOOKS = (
@@ -45,6 +48,114 @@ NOTEBOOKS = (
     "notebooks/03_rerank.ipynb",
     "notebooks/04_daemon.ipynb",
 )
+
+
+class NotebookError(Exception):
+    """A cell raised an exception, a kernel died, or a page does not exist."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JupyterBrowser:
+    """A client of a Jupyter server."""
+
+    url: str
+    """Address of the server, with its base path and a trailing slash."""
+    token: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"token {self.token}"}
+
+    def server_is_ready(self) -> bool:
+        try:
+            return httpx2.get(f"{self.url}api", timeout=5).status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    def require_page(self, path: str) -> None:
+        """Check that a page exists and needs the token.
+
+        Raises:
+            NotebookError: the page does not exist, or is shown without the token.
+        """
+        page = httpx2.get(f"{self.url}{path}", headers=self.headers, timeout=30)
+        if page.status_code != 200:
+            raise NotebookError(f"{path} is answered with {page.status_code}")
+        anonymous = httpx2.get(f"{self.url}{path}", timeout=30)
+        if anonymous.status_code not in (302, 403):
+            raise NotebookError(f"{path} is answered with {anonymous.status_code} without a token")
+
+    def run_notebook(self, root: Path, path: str) -> str:
+        """Run all cells of a notebook in a new kernel, which keeps running, and return the kernel's id.
+
+        Raises:
+            NotebookError: a cell raised an exception, or the kernel died.
+        """
+        body = {"path": path, "name": path, "type": "notebook", "kernel": {"name": "python3"}}
+        created = httpx2.post(f"{self.url}api/sessions", json=body, headers=self.headers, timeout=60)
+        kernel: str = created.json()["kernel"]["id"]
+        for cell in json.loads((root / path).read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                self.execute(kernel, "".join(cell["source"]))
+        return kernel
+
+    def value(self, kernel: str, expression: str) -> str:
+        """Return the text of an expression, evaluated in a kernel."""
+        outputs = self.execute(kernel, f"print({expression})")
+        return "".join(output["text"] for output in outputs if "text" in output).strip()
+
+    def execute(self, kernel: str, code: str) -> list[dict[str, Any]]:
+        """Run a cell and return its outputs.
+
+        Raises:
+            NotebookError: the cell raised an exception, or the kernel died.
+        """
+        address = f"{self.url.replace('http', 'ws', 1)}api/kernels/{kernel}/channels"
+        try:
+            with connect(address, additional_headers=self.headers, proxy=None, max_size=None) as channels:
+                message_id = secrets.token_hex(8)
+                channels.send(json.dumps(_request(message_id, code)))
+                return _outputs_until_idle(channels, message_id)
+        except (ConnectionClosed, TimeoutError) as error:
+            raise NotebookError(f"the kernel does not answer: {error}") from error
+
+    def end_kernels(self) -> None:
+        with httpx2.Client(base_url=self.url, headers=self.headers, timeout=60) as http:
+            for session in http.get("api/sessions").json():
+                http.delete(f"api/sessions/{session['id']}")
+
+
+def _request(message_id: str, code: str) -> dict[str, Any]:
+    header = {
+        "msg_id": message_id,
+        "msg_type": "execute_request",
+        "session": message_id,
+        "username": "",
+        "version": "5.3",
+    }
+    content = {"code": code, "silent": False, "allow_stdin": False, "stop_on_error": True}
+    return {"channel": "shell", "header": header, "content": content, "parent_header": {}, "metadata": {}}
+
+
+def _outputs_until_idle(channels: Any, message_id: str) -> list[dict[str, Any]]:
+    outputs: list[dict[str, Any]] = []
+    while True:
+        frame = channels.recv(timeout=CELL_S)
+        if isinstance(frame, bytes):
+            # A buffer of a widget, which is not needed here.
+            continue
+        message = json.loads(frame)
+        kind, content = message["msg_type"], message["content"]
+        if kind == "status" and content["execution_state"] in ("restarting", "dead"):
+            raise NotebookError("the kernel died")
+        if message["parent_header"].get("msg_id") != message_id:
+            continue
+        if kind == "error":
+            raise NotebookError(f"{content['ename']}: {content['evalue']}")
+        if kind in ("stream", "display_data", "execute_result"):
+            outputs.append(content)
+        if kind == "status" and content["execution_state"] == "idle":
+            return outputs
 
 
 class PeakMemory:
@@ -169,8 +280,7 @@ def run(environment: Environment, notebooks: Sequence[str], *, together: bool) -
         for path in notebooks:
             started = time.monotonic()
             try:
-                run_result = browser.run_notebook(environment.repository, path)
-                check_links(browser, run_result.kernel)
+                check_links(browser, browser.run_notebook(environment.repository, path))
             except NotebookError as error:
                 failed.append(path)
                 print(f"{path}: {error}", file=sys.stderr)
@@ -228,7 +338,8 @@ def serve(environment: Environment, prefix: Sequence[str]) -> Iterator[tuple[Jup
     started = time.monotonic()
     log = environment.folder / "server.log"
     with log.open("wb") as output:
-        server = start(command, environment, variables, output.fileno())
+        environ = environment.environ | variables
+        server = subprocess.Popen(command, cwd=environment.repository, env=environ, stdout=output, stderr=output)
     browser = JupyterBrowser(url=f"http://127.0.0.1:{port}{PREFIX}", token=token)
     try:
         with PeakMemory(server.pid) as peak:
@@ -241,7 +352,9 @@ def serve(environment: Environment, prefix: Sequence[str]) -> Iterator[tuple[Jup
             yield browser, peak
             browser.end_kernels()
     finally:
-        processes = descendants(server.pid)
+        processes = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(server.pid).children(recursive=True)
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(STOP_S)
@@ -251,20 +364,6 @@ def serve(environment: Environment, prefix: Sequence[str]) -> Iterator[tuple[Jup
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, STOP_S)
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
-    return []
-
-
-def start(
-    command: Sequence[str], environment: Environment, variables: dict[str, str], output: int
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command, cwd=environment.repository, env=environment.environ | variables, stdout=output, stderr=output
-    )
 
 
 def report(environment: Environment) -> None:

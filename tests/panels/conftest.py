@@ -7,7 +7,7 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from tests.support.models import ENDLESS_CONTEXT, write_endless_llama
-from tests.support.panels import QUICK, ScriptedBackend
+from tests.support.panels import QUICK, Reader, ScriptedBackend
 
 
 @pytest.fixture
@@ -42,3 +42,9 @@ def real_workbench(lab):
     workbench = Workbench(LocalBackend(lab.server), **QUICK)
     yield workbench
     workbench.suspend()
+
+
+@pytest.fixture
+def reader(request, workbench):
+    """A reader of the panel that the module's constant ``PANEL`` names."""
+    return Reader(request.module.PANEL(workbench))

@@ -21,6 +21,8 @@ from lmx_lab.panels.workbench import Workbench
 from tests.support.models import ENDLESS_CONTEXT
 from tests.support.panels import Reader, Refused, ScriptedBackend, cost, delta
 
+PANEL = ChatPanel
+
 TRANSCRIPT = (
     TranscriptMessage(id=1, role="user", text="a\nb \u00fc"),
     TranscriptMessage(id=2, role="assistant", text="c", reasoning="d\ne", stats="3 tokens"),
@@ -30,8 +32,12 @@ TRANSCRIPT = (
 
 
 @pytest.fixture
-def reader(workbench):
-    return Reader(ChatPanel(workbench), workbench)
+def answering(reader, backend):
+    """A panel that has sent "Hi?", and whose answer begins with "Once"."""
+    reader.ask("send", text="Hi?")
+    reader.give(backend.steps, delta("Once"))
+    reader.until(lambda panel: panel.live.get("text"))
+    return reader
 
 
 def transcript(panel):
@@ -61,7 +67,7 @@ def test_an_answer_streams_and_ends_in_the_transcript_with_its_cost(reader, back
 
 def test_pieces_are_coalesced_into_frames(backend):
     workbench = Workbench(backend)
-    reader = Reader(ChatPanel(workbench), workbench)
+    reader = Reader(ChatPanel(workbench))
     reader.ask("send", text="Hi?")
     reader.give(backend.steps, *(delta("x") for _ in range(300)), cost())
     reader.until(lambda panel: not panel.live and transcript(panel)[-1] == ("assistant", "x" * 300))
@@ -132,17 +138,13 @@ def test_a_second_question_is_refused_during_an_answer(reader, backend):
     assert len(backend.requests) == 1
 
 
-def test_stop_ends_the_generation_and_keeps_its_text(reader, backend):
-    reader.ask("send", text="Hi?")
-    reader.give(backend.steps, delta("Once upon", tokens=2))
-    reader.until(lambda panel: panel.live["text"])
-    reader.ask("stop")
-    reader.until(lambda panel: not panel.live)
-    assert reader.panel.messages[-1]["text"] == "Once upon"
-    assert reader.panel.messages[-1]["stats"] == "stopped"
-    assert backend.stopped == 1
-    assert reader.panel.history[-1] == {"role": "assistant", "content": "Once upon"}
-    reader.ask("stop")
+def test_stop_ends_the_generation_and_keeps_its_text(answering, backend):
+    answering.ask("stop")
+    answering.until(lambda panel: not panel.live)
+    turn = answering.panel.messages[-1]
+    assert (turn["text"], turn["stats"], backend.stopped) == ("Once", "stopped", 1)
+    assert answering.panel.history[-1] == {"role": "assistant", "content": "Once"}
+    answering.ask("stop")
 
 
 def test_stop_right_after_send_ends_the_answer(reader, backend):
@@ -164,47 +166,37 @@ def test_a_prompt_that_is_too_long_is_reported_below_the_question(reader, backen
     assert [message.content for message in backend.requests[-1][1].messages] == ["Short?"]
 
 
-def test_an_unloaded_model_ends_the_answer_with_its_message(reader, backend):
-    reader.ask("send", text="Hi?")
-    reader.give(backend.steps, delta("Once"), NotLoadedError("tiny was unloaded"))
-    reader.until(lambda panel: not panel.live)
-    turn = reader.panel.messages[-1]
+def test_an_unloaded_model_ends_the_answer_with_its_message(answering, backend):
+    answering.give(backend.steps, NotLoadedError("tiny was unloaded"))
+    answering.until(lambda panel: not panel.live)
+    turn = answering.panel.messages[-1]
     assert (turn["text"], turn["error"]) == ("Once", "tiny was unloaded")
 
 
-def test_showing_another_lab_stops_the_answer_and_keeps_the_transcript(reader, backend, workbench):
-    reader.ask("send", text="Hi?")
-    reader.give(backend.steps, delta("Once"))
-    reader.until(lambda panel: panel.live.get("text"))
+def test_showing_another_lab_stops_the_answer_and_keeps_the_transcript(answering, backend, workbench):
     following = ScriptedBackend()
     workbench.follow(following)
-    reader.until(lambda panel: not panel.live)
-    assert reader.panel.messages[-1]["stats"] == "ended: another lab is shown now"
+    answering.until(lambda panel: not panel.live)
+    assert answering.panel.messages[-1]["stats"] == "ended: another lab is shown now"
     assert backend.stopped == 1
-    answer(reader, following, "Still there?", "Yes")
+    answer(answering, following, "Still there?", "Yes")
 
 
-def test_suspending_the_workbench_stops_the_answer(reader, backend, workbench):
-    reader.ask("send", text="Hi?")
-    reader.give(backend.steps, delta("Once"))
-    reader.until(lambda panel: panel.live.get("text"))
+def test_suspending_the_workbench_stops_the_answer(answering, backend, workbench):
     backend.set_state(state="stopped")
     workbench.suspend()
-    assert reader.panel.server["state"] == "stopped"
-    assert transcript(reader.panel) == [("user", "Hi?"), ("assistant", "Once")]
-    assert not reader.panel.live
+    assert answering.panel.server["state"] == "stopped"
+    assert transcript(answering.panel) == [("user", "Hi?"), ("assistant", "Once")]
+    assert not answering.panel.live
     following = ScriptedBackend()
     workbench.follow(following)
-    reader.until(lambda panel: panel.server["state"] == "running")
-    answer(reader, following, "Still there?", "Yes")
+    answering.until(lambda panel: panel.server["state"] == "running")
+    answer(answering, following, "Still there?", "Yes")
 
 
-def test_a_closed_panel_ends_its_answer(reader, backend):
-    reader.ask("send", text="Hi?")
-    reader.give(backend.steps, delta("Once"))
-    reader.until(lambda panel: panel.live.get("text"))
-    reader.panel.close()
-    reader.until(lambda panel: not panel.live)
+def test_a_closed_panel_ends_its_answer(answering, backend):
+    answering.panel.close()
+    answering.until(lambda panel: not panel.live)
     assert backend.stopped == 1
 
 
@@ -228,23 +220,13 @@ def test_a_stopped_server_refuses_with_the_next_step(reader, backend):
     assert not reader.panel.messages
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("text", ""),
-        ("text", 3),
-        ("text", "x" * 100_001),
-        ("temperature", 2.5),
-        ("temperature", "hot"),
-        ("top_p", -1),
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("seed", -1),
-        ("seed", 2**60),
-        ("system", 5),
-        ("temperature", float("nan")),
-    ],
-)
+INVALID = {
+    **{"text": ["", 3, "x" * 100_001], "temperature": [2.5, "hot", float("nan")], "top_p": [-1]},
+    **{"max_tokens": [0, 1.5], "seed": [-1, 2**60], "system": [5]},
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in INVALID.items() for value in values])
 def test_invalid_fields_of_a_question_are_refused_by_name(reader, name, value):
     with pytest.raises(Refused, match=name) as refusal:
         reader.ask("send", **{"text": "Hi?", name: value})
@@ -291,50 +273,28 @@ def test_the_snapshot_has_the_transcript_as_text(reader, backend):
     assert "<script" not in html
 
 
-# --- over a real lab
-
-
-@pytest.fixture
-def real_reader(lab, real_workbench):
+def test_a_real_lab_answers_is_stopped_refuses_and_unloads(lab, real_workbench):
     lab.load("tiny")
-    return Reader(ChatPanel(real_workbench), real_workbench)
+    reader = Reader(ChatPanel(real_workbench))
 
+    def answered(**fields):
+        count = len(reader.panel.messages)
+        reader.ask("send", **fields)
+        reader.until(lambda panel: len(panel.messages) == count + 2)
+        return reader.panel.messages[-1]
 
-def test_a_real_answer_and_its_history(lab, real_reader):
-    real_reader.ask("send", text="Hello", max_tokens=5, temperature=0)
-    real_reader.until(lambda panel: len(panel.messages) == 2)
-    reply = lab.chat([{"role": "user", "content": "Hello"}], max_tokens=5, temperature=0)
-    assert real_reader.panel.messages[-1]["text"] == reply.text
-    assert real_reader.panel.messages[-1]["stats"].endswith("cut at max_tokens")
-    assert lab.chat(real_reader.panel.history, max_tokens=2).text
-
-
-def test_a_real_answer_is_stopped(lab, real_reader):
-    real_reader.ask("send", text="Hello", max_tokens=7500)
-    real_reader.until(lambda panel: panel.live.get("text"))
-    real_reader.ask("stop")
-    real_reader.until(lambda panel: not panel.live)
-    text = real_reader.panel.messages[-1]["text"]
-    assert text
-    real_reader.ask("send", text="Hello", max_tokens=1)
-    real_reader.until(lambda panel: len(panel.messages) == 4)
-
-
-def test_a_real_prompt_that_is_too_long_is_refused_with_both_numbers(real_reader):
-    real_reader.ask("send", text="long " * 2 * ENDLESS_CONTEXT)
-    real_reader.until(lambda panel: len(panel.messages) == 2)
-    assert str(ENDLESS_CONTEXT) in real_reader.panel.messages[-1]["error"]
-
-
-def test_unloading_ends_a_running_answer(lab, real_reader):
-    real_reader.ask("send", text="Hello", max_tokens=7500)
-    real_reader.until(lambda panel: panel.live.get("text"))
-    lab.unload(wait=False)
-    real_reader.until(lambda panel: not panel.live)
-    assert real_reader.panel.messages[-1]["text"]
-    real_reader.ask("send", text="And now?")
-    real_reader.until(lambda panel: len(panel.messages) == 4)
-    assert "load" in real_reader.panel.messages[-1]["error"]
+    turn = answered(text="Hello", max_tokens=5, temperature=0)
+    assert turn["text"] == lab.chat("Hello", max_tokens=5, temperature=0).text
+    assert turn["stats"].endswith("cut at max_tokens")
+    assert lab.chat(reader.panel.history, max_tokens=2).text
+    assert str(ENDLESS_CONTEXT) in answered(text="long " * 2 * ENDLESS_CONTEXT)["error"]
+    for end in (lambda: reader.ask("stop"), lambda: lab.unload(wait=False)):
+        reader.ask("send", text="Hello", max_tokens=7500)
+        reader.until(lambda panel: panel.live.get("text"))
+        end()
+        reader.until(lambda panel: not panel.live)
+        assert reader.panel.messages[-1]["text"]
+    assert "load" in answered(text="And now?")["error"]
 
 
 def test_the_transcript_is_bounded_and_begins_with_a_question():
@@ -350,13 +310,8 @@ def test_the_transcript_is_bounded_and_begins_with_a_question():
 
 
 def test_questions_without_an_answer_are_not_in_the_prompt():
-    turns = (
-        TranscriptMessage(id=1, role="user", text="a"),
-        TranscriptMessage(id=2, role="assistant", text="", error="no"),
-        TranscriptMessage(id=3, role="user", text="b"),
-        TranscriptMessage(id=4, role="assistant", text="c"),
-        TranscriptMessage(id=5, role="user", text="d"),
-    )
+    said = (("user", "a", ""), ("assistant", "", "no"), ("user", "b", ""), ("assistant", "c", ""), ("user", "d", ""))
+    turns = tuple(TranscriptMessage(id=at, role=role, text=text, error=e) for at, (role, text, e) in enumerate(said))
     assert [it["content"] for it in to_chat_messages(turns, " ", unanswered=turns[-1])] == ["b", "c", "d"]
 
 

@@ -1,8 +1,6 @@
 """Test the events panel without a browser: rows, frames, decisions, outages, many events."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -27,7 +25,7 @@ def daemon(workbench):
 
 @pytest.fixture
 def reader(workbench, daemon):
-    reader = Reader(EventsPanel(workbench), workbench)
+    reader = Reader(EventsPanel(workbench))
     reader.give(daemon.given, LIVE)
     reader.until(lambda panel: panel.connection["state"] == "live")
     return reader
@@ -255,12 +253,7 @@ def test_ended_tools_failed_turns_and_deleted_sessions_are_shown(log):
     assert (sessions.view(), sessions.permissions()) == ([], [])
 
 
-def test_stop_cancels_the_sessions_turn(reader, daemon):
-    reader.ask("cancel", session="ses-1")
-    assert daemon.calls == [("cancel", "ses-1")]
-
-
-def test_a_decision_is_sent_to_the_daemon_and_removes_the_call(reader, daemon, log):
+def test_decisions_and_stops_are_sent_to_the_daemon_and_calls_are_removed(reader, daemon, log):
     reader.give(
         daemon.given,
         log.created(),
@@ -276,10 +269,10 @@ def test_a_decision_is_sent_to_the_daemon_and_removes_the_call(reader, daemon, l
     reader.until(lambda panel: [call["id"] for call in panel.permissions] == ["per-2"])
     reader.give(daemon.given, log.resolved("per-2", "deny"))
     reader.until(lambda panel: not panel.permissions)
-
-
-def test_a_turn_that_ends_removes_its_waiting_calls(reader, daemon, log):
-    reader.give(daemon.given, log.permission_request())
+    reader.ask("cancel", session="ses-1")
+    assert daemon.calls[1:] == [("cancel", "ses-1")]
+    # The end of a turn removes its waiting calls.
+    reader.give(daemon.given, log.permission_request("per-3"))
     reader.until(lambda panel: panel.permissions)
     reader.give(daemon.given, log.done(""))
     reader.until(lambda panel: not panel.permissions)
@@ -298,22 +291,16 @@ def test_a_refused_decision_is_reported_and_the_call_stays(reader, daemon, log):
     assert not daemon.calls
 
 
-def test_long_arguments_are_cut_and_the_rest_is_counted(log):
-    sessions = SessionTracker()
-    sessions.add(log.permission_request(arguments={"text": "x" * 30_000}))
-    (call,) = sessions.permissions()
-    assert len(call["arguments"]) == 20_000
-    assert call["omitted"] > 10_000
-
-
-def test_a_view_has_the_oldest_waiting_calls(log):
+def test_a_view_has_the_oldest_waiting_calls_and_long_arguments_are_cut(log):
     sessions = SessionTracker()
     for number in range(105):
-        sessions.add(log.permission_request(f"per-{number}"))
+        sessions.add(log.permission_request(f"per-{number}", arguments={"text": "x" * 30_000}))
     for shown in (5, 6):
-        ids = [call["id"] for call in sessions.permissions()]
-        assert (ids[0], len(ids)) == (f"per-{shown}", 20)
-        sessions.remove_permission(ids[0])
+        calls = sessions.permissions()
+        assert (calls[0]["id"], len(calls)) == (f"per-{shown}", 20)
+        assert len(calls[0]["arguments"]) == 20_000
+        assert calls[0]["omitted"] > 10_000
+        sessions.remove_permission(calls[0]["id"])
 
 
 def test_sessions_and_their_texts_are_bounded(log):
@@ -345,7 +332,7 @@ def test_a_failed_connection_is_shown_and_can_be_retried(reader, daemon):
 
 @pytest.mark.slow
 def test_without_a_daemon_the_panel_says_how_to_start_one(workbench):
-    reader = Reader(EventsPanel(workbench), workbench)
+    reader = Reader(EventsPanel(workbench))
     reader.until(lambda panel: panel.connection["state"] == "none")
     assert "launch(daemon=True)" in reader.panel.connection["text"]
     assert "launch(daemon=True)" in reader.panel.snapshot_html()
@@ -406,7 +393,7 @@ def test_clear_removes_rows_and_keeps_waiting_calls(reader, daemon, log):
 def test_many_events_make_few_frames_and_bounded_rows(backend):
     begun, daemon, workbench = time.monotonic(), Flood(10_000), Workbench(backend)
     workbench.follow_events(daemon)
-    reader = Reader(EventsPanel(workbench), workbench)
+    reader = Reader(EventsPanel(workbench))
     reader.until(lambda panel: panel.frame["base"] > 1000)
     frames = [value for name, value in reader.frames if name == "frame"]
     # Of 6,000 rows, which are 27,000 events, the 1,000 oldest were removed.
@@ -433,12 +420,6 @@ def test_the_data_frame_has_all_rows_and_their_times(reader, daemon, log):
     assert frame.dtypes.to_dict() == empty.dtypes.to_dict()
     assert [str(frame[name].dtype) for name in ("time", "seq")] == ["datetime64[us, UTC]", "Int64"]
     assert json.loads(frame["json"][0])["data"]["session"]["title"] == "Weather"
-
-
-@pytest.mark.slow
-def test_the_panel_does_not_import_pandas():
-    program = "import sys, lmx_lab.panels.events; sys.exit('pandas' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
 
 
 def test_the_snapshot_has_the_newest_rows_as_text(reader, daemon, log):

@@ -36,7 +36,7 @@ def http(daemon):
 @pytest.fixture
 def reader(workbench, daemon):
     workbench.follow_events(LabEvents(daemon))
-    reader = Reader(EventsPanel(workbench), workbench)
+    reader = Reader(EventsPanel(workbench))
     reader.until(lambda panel: panel.connection["state"] == "live")
     return reader
 

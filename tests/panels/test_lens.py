@@ -9,6 +9,8 @@ from lmx_lab.panels.workbench import Workbench
 from tests.support.labs import serving
 from tests.support.panels import QUICK, Reader, Refused
 
+PANEL = LensPanel
+
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory):
@@ -21,11 +23,6 @@ def workbench(echo):
     workbench = Workbench(LocalBackend(echo.server), **QUICK)
     yield workbench
     workbench.suspend()
-
-
-@pytest.fixture
-def reader(workbench):
-    return Reader(LensPanel(workbench), workbench)
 
 
 def texts(panel):
@@ -51,7 +48,7 @@ def test_the_panel_follows_the_newest_answer_and_scores_it(reader, echo):
 
 
 def test_a_long_answer_is_scored_on_request(workbench, echo):
-    reader = Reader(LensPanel(workbench, automatic_tokens=10), workbench)
+    reader = Reader(LensPanel(workbench, automatic_tokens=10))
     echo.chat("a longer answer of some words", temperature=0)
     reader.until(lambda panel: panel.answer.get("text") == "a longer answer of some words")
     assert reader.panel.answer["scored"] is False
@@ -90,7 +87,7 @@ def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader, e
 def test_the_panel_of_an_attached_lab_shows_what_it_needs(echo):
     with lmx_lab.attach(echo.url) as far:
         workbench = far.workbench
-        reader = Reader(LensPanel(workbench), workbench)
+        reader = Reader(LensPanel(workbench))
         reader.until(lambda panel: "an attached lab" in panel.error)
         with pytest.raises(Refused, match="no answer yet"):
             reader.ask("score")

@@ -5,8 +5,6 @@ import json
 import math
 import re
 import struct
-import subprocess
-import sys
 from itertools import pairwise
 
 import pandas as pd
@@ -16,8 +14,9 @@ from lmx_lab.panels.metrics import MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_
 from lmx_lab.panels.panel import source
 from lmx_lab.panels.summary import CHARTS, FIELDS
 from lmx_lab.results.figures import segments
-from lmx_lab.wire.admin import RequestEvent, Sample
-from tests.support.panels import WAIT_S, Reader, Refused
+from lmx_lab.wire.admin import Sample
+from tests.support.panels import WAIT_S, Reader, Refused, contrast, server_sample
+from tests.support.samples import request_end
 
 NOON = 1_800_000_000.0
 DECODE = FIELDS.index("decode_tokens_per_second")
@@ -25,14 +24,9 @@ BACKGROUNDS = ("#ffffff", "#f5f5f5", "#111111", "#212121")
 """JupyterLab's backgrounds of outputs and of headers, light and dark."""
 
 
-def sample(at, **fields):
-    plain = dict.fromkeys(FIELDS, 0)
-    return Sample(at=at, **{**plain, **fields})
-
-
 def seconds(count, start=NOON, **fields):
     """Two samples per second."""
-    return [sample(start + 0.5 * number, **fields) for number in range(count)]
+    return [server_sample(start + 0.5 * number, **fields) for number in range(count)]
 
 
 class Watched:
@@ -40,7 +34,7 @@ class Watched:
 
     def __init__(self, workbench, backend):
         self.panel = MetricsPanel(workbench)
-        self.reader = Reader(self.panel, workbench)
+        self.reader = Reader(self.panel)
         self._workbench = workbench
         self._backend = backend
 
@@ -80,7 +74,7 @@ def test_a_window_has_few_points_and_keeps_every_peak(minutes):
     samples = seconds(1800)
     peaks = {(number, float(number)) for number in range(1800 - 100 * minutes, 1800, 97)}
     for number, value in peaks:
-        samples[number] = sample(samples[number].at, decode_tokens_per_second=value)
+        samples[number] = server_sample(samples[number].at, decode_tokens_per_second=value)
     rows = window(samples, window_s=60 * minutes)
     assert 100 < len(rows) <= MAX_POINTS
     assert all(before[0] < after[0] for before, after in pairwise(rows))
@@ -89,7 +83,7 @@ def test_a_window_has_few_points_and_keeps_every_peak(minutes):
 
 
 def test_points_keep_their_position_as_the_window_moves():
-    samples = [sample(NOON + 0.5 * number, decode_tokens_per_second=number % 7) for number in range(1900)]
+    samples = [server_sample(NOON + 0.5 * number, decode_tokens_per_second=number % 7) for number in range(1900)]
     before = {row[0]: row for row in window(samples[:1800], window_s=900)}
     after = {row[0]: row for row in window(samples[:1807], window_s=900)}
     # All points except those that have left the window, and the newest one, which was incomplete.
@@ -103,33 +97,29 @@ def test_a_time_without_samples_is_a_gap():
     assert [gap[0] for gap in gaps] == [pytest.approx(NOON + 32.25)]
 
 
-def test_two_samples_of_one_moment_are_one():
-    rows = window([sample(NOON), sample(NOON), sample(NOON + 1), sample(NOON + 1)], window_s=60)
-    assert [row[0] for row in rows] == [NOON, NOON + 1]
-
-
-def test_after_the_clock_was_set_back_only_the_new_time_is_drawn():
-    rows = window([*seconds(10, NOON + 3600), *seconds(4, NOON)], window_s=60)
-    assert [row[0] for row in rows] == [NOON, NOON + 0.5, NOON + 1, NOON + 1.5]
-
-
-def test_a_window_without_samples_is_empty():
-    assert window([], window_s=60) == []
-    assert pack_columns([], NOON) == b""
+@pytest.mark.parametrize(
+    ("given", "drawn"),
+    [([], []), ([0, 0, 1, 1], [0, 1]), ([3600, 3600.5, 3601, 0, 0.5], [0, 0.5])],
+    ids=["no samples", "two samples of one moment", "the clock was set back"],
+)
+def test_a_window_has_a_point_for_each_moment_since_the_clock_was_set(given, drawn):
+    rows = window([server_sample(NOON + at) for at in given], window_s=60)
+    assert [row[0] - NOON for row in rows] == drawn
 
 
 def test_times_keep_their_precision():
-    samples = [sample(NOON + 0.001 * number, memory_total_gb=25.28) for number in range(0, 3000, 600)]
+    samples = [server_sample(NOON + 0.001 * number, memory_total_gb=25.28) for number in range(0, 3000, 600)]
     columns = unpacked(pack_columns(window(samples, window_s=60), samples[-1].at))
     assert columns[0] == pytest.approx([-2.4, -1.8, -1.2, -0.6, 0], abs=1e-5)
     assert columns[-1] == pytest.approx([25.28] * 5, abs=1e-5)
+    assert pack_columns([], NOON) == b""
 
 
 # The panel
 
 
 def test_a_frame_has_the_window_and_the_current_values(watched):
-    watched.take([sample(NOON + number, decode_tokens_per_second=number) for number in range(10)])
+    watched.take([server_sample(NOON + number, decode_tokens_per_second=number) for number in range(10)])
     watched.ends_at(NOON + 9)
     assert watched.columns[0] == tuple(range(-9, 1))
     assert watched.columns[1 + DECODE] == tuple(range(10))
@@ -147,7 +137,7 @@ def test_a_panel_that_is_made_late_shows_earlier_samples(workbench, backend):
 
 @pytest.mark.slow
 def test_a_thousand_updates_leave_a_small_widget(watched):
-    samples = [sample(NOON + 0.9 * number, **dict.fromkeys(FIELDS, number % 11)) for number in range(1000)]
+    samples = [server_sample(NOON + 0.9 * number, **dict.fromkeys(FIELDS, number % 11)) for number in range(1000)]
     watched.reader.ask("change", minutes=15)
     watched.take(samples)
     watched.ends_at(samples[-1].at)
@@ -177,7 +167,7 @@ def test_a_paused_view_does_not_change_while_samples_are_recorded(watched):
 @pytest.mark.slow
 @pytest.mark.parametrize(("distance_s", "parts"), [(1.9, 1), (2.1, 2), (2.9, 2), (3.1, 2)])
 def test_the_panel_and_the_charts_of_reports_leave_the_same_gaps(distance_s, parts):
-    samples = [sample(NOON), sample(NOON + distance_s)]
+    samples = [server_sample(NOON), server_sample(NOON + distance_s)]
     gaps = [row for row in window(samples, window_s=60) if math.isnan(row[1])]
     assert len(gaps) + 1 == len(segments([each.at for each in samples], [1.0, 1.0])) == parts
 
@@ -204,33 +194,22 @@ def test_invalid_settings_of_a_view_are_refused(watched, fields):
     assert (watched.panel.minutes, watched.panel.paused) == (1, False)
 
 
-def test_the_data_frame_has_times_and_units(watched):
+def test_the_data_frame_has_times_and_units_and_the_same_types_without_samples(watched):
+    empty = watched.panel.df
     watched.take(seconds(3, memory_active_gb=1.5))
     frame = watched.panel.df
     assert list(frame.columns) == ["time", *FIELDS]
     assert frame["time"][1] == pd.Timestamp("2027-01-15 08:00:00.5", tz="UTC")
     assert frame["memory_active_gb"].tolist() == [1.5] * 3
     assert set(FIELDS) == set(Sample.model_fields) - {"type", "at"}
-
-
-def test_without_samples_the_data_frame_has_the_same_columns_and_types(watched):
-    empty = watched.panel.df
-    watched.take(seconds(3, memory_active_gb=1.5))
-    frame = watched.panel.df
     assert (len(empty), len(frame)) == (0, 3)
     assert empty.dtypes.to_dict() == frame.dtypes.to_dict()
     assert [str(frame[name].dtype) for name in ("time", "active_requests")] == ["datetime64[us, UTC]", "int64"]
 
 
-@pytest.mark.slow
-def test_the_panel_does_not_import_pandas():
-    program = "import sys, lmx_lab.panels.metrics; sys.exit('pandas' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=180).returncode == 0
-
-
 def test_the_snapshot_has_the_values_and_no_script(watched):
     assert "none yet" in watched.panel.snapshot_html()
-    watched.take([*seconds(3, decode_tokens_per_second=71.25), sample(NOON + 2, memory_total_gb=25.28)])
+    watched.take([*seconds(3, decode_tokens_per_second=71.25), server_sample(NOON + 2, memory_total_gb=25.28)])
     text = watched.panel.snapshot_html()
     for part in ("Decode: all requests", "71.2 tok/s", "0.0 tok/s", "Memory: total", "25.28 GB", "of 4 samples"):
         assert part in text
@@ -238,30 +217,17 @@ def test_the_snapshot_has_the_values_and_no_script(watched):
     assert " id=" not in text
 
 
-def test_a_chart_has_a_field_for_each_name():
-    assert all(len(chart.names) == len(chart.fields) >= chart.lines for chart in CHARTS)
-
-
 @pytest.mark.parametrize("background", BACKGROUNDS)
 def test_lines_have_enough_contrast_on_every_background(background):
     marks = dict(re.findall(r"\.mark(\d) \{[^}]*\bcolor: (#\w{6})", source("metrics.css")))
     assert len(marks) == max(chart.lines for chart in CHARTS)
-    for color in marks.values():
-        light, dark = sorted((luminance(color), luminance(background)), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 3
-
-
-def luminance(color):
-    """WCAG 2.2, relative luminance."""
-    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    assert min(contrast(color, background) for color in marks.values()) >= 3
 
 
 @pytest.mark.anyio
 async def test_the_panel_shows_the_progress_of_a_measurement(lab):
     await lab.aload("tiny")
-    reader = Reader(MetricsPanel(lab.workbench), lab.workbench)
+    reader = Reader(MetricsPanel(lab.workbench))
     # The measurement has enough requests to run until the panel has shown its progress.
     measuring = asyncio.create_task(lab.abench(prompt_tokens=32, output_tokens=60, requests=10_000, record=False))
     progress = re.compile(r"Measuring, [\d,]+ of 10001: lab p32-o60-c1-cold")
@@ -274,7 +240,7 @@ async def test_the_panel_shows_the_progress_of_a_measurement(lab):
 def test_the_panel_shows_the_work_of_a_real_lab(lab, real_workbench):
     lab.load("tiny")
     panel = MetricsPanel(real_workbench)
-    reader = Reader(panel, real_workbench)
+    reader = Reader(panel)
     reader.until(lambda panel: panel.now)
     lab.chat("Count.", max_tokens=200, ignore_eos=True)
     reader.until(lambda panel: any(sample.decode_tokens_per_second > 0 for sample in panel.samples))
@@ -284,42 +250,16 @@ def test_the_panel_shows_the_work_of_a_real_lab(lab, real_workbench):
 
 
 def test_the_last_failed_requests_of_any_client_are_listed(watched, workbench):
-    def ended(number, *, failed):
-        return RequestEvent(
-            request_id=str(number),
-            model="<b>tiny</b>",
-            finish_reason="error" if failed else "stop",
-            code=f"code-{number}" if failed else None,
-            prompt_tokens=1,
-            completion_tokens=0,
-            tokens_per_second=0,
-            ttft_ms=0,
-        )
-
     for number in range(2 * MAX_FAILURES + 4):
-        workbench.history.add_request(ended(number, failed=number % 2 == 0))
+        failed = {"finish_reason": "error", "code": f"code-{number}"} if number % 2 == 0 else {}
+        workbench.history.add_request(request_end(model="<b>tiny</b>", **failed).event)
     watched.take([None])
     watched.reader.until(lambda panel: panel.failures)
-    failures = watched.panel.failures
-    assert [text.rpartition(": ")[2] for text in failures] == [
-        f"code-{number}" for number in range(2 * MAX_FAILURES + 2, 2, -2)
-    ]
+    codes = [text.rpartition(": ")[2] for text in watched.panel.failures]
+    assert codes == [f"code-{number}" for number in range(2 * MAX_FAILURES + 2, 2, -2)]
     assert "&lt;b&gt;tiny&lt;/b&gt;: code-22" in watched.panel.snapshot_html()
-
-
-def test_a_failed_request_without_a_model_is_listed(watched, workbench):
-    ended = RequestEvent(
-        request_id="1",
-        model="",
-        kind="embedding",
-        finish_reason="error",
-        code="no-model-loaded",
-        prompt_tokens=0,
-        completion_tokens=0,
-        tokens_per_second=0,
-        ttft_ms=0,
-    )
-    workbench.history.add_request(ended)
+    # Without a model, the kind of the request is shown.
+    without_model = request_end(model="", kind="embedding", finish_reason="error", code="no-model-loaded")
+    workbench.history.add_request(without_model.event)
     watched.take([None])
-    watched.reader.until(lambda panel: panel.failures)
-    assert watched.panel.failures[0].endswith(", embedding: no-model-loaded")
+    watched.reader.until(lambda panel: panel.failures[0].endswith(", embedding: no-model-loaded"))

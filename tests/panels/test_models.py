@@ -13,10 +13,7 @@ from tests.support.gguf import EXACT, LOSSY
 from tests.support.labs import manager_of
 from tests.support.panels import Reader, Refused, ScriptedBackend, record
 
-
-@pytest.fixture
-def reader(workbench):
-    return Reader(ModelsPanel(workbench), workbench)
+PANEL = ModelsPanel
 
 
 def cells(panel):
@@ -85,19 +82,26 @@ def test_a_load_is_answered_at_once_and_its_end_is_shown_in_the_list(reader, bac
     reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
 
 
-def test_a_download_shows_its_progress(reader, backend):
-    reader.ask("load", model="org/big")
-    event = ModelEvent(model="org/big", stage="download", done_bytes=500_000_000, total_bytes=2_000_000_000)
+@pytest.mark.parametrize(
+    ("name", "event", "shown"),
+    [
+        (
+            "org/big",
+            ModelEvent(model="org/big", stage="download", done_bytes=500_000_000, total_bytes=2_000_000_000),
+            {"text": "downloading", "detail": "500 MB of 2.00 GB", "fraction": 0.25},
+        ),
+        (
+            "./folder",
+            ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000),
+            {"text": "loading", "detail": "", "fraction": None},
+        ),
+    ],
+    ids=["a download", "under another name"],
+)
+def test_a_load_shows_its_progress_as_one_job(reader, backend, name, event, shown):
+    reader.ask("load", model=name)
     reader.give(backend.published, event)
-    shown = {"text": "downloading", "detail": "500 MB of 2.00 GB", "fraction": 0.25, "actions": ["Cancel"]}
-    reader.until(lambda panel: panel.jobs == [{"id": "org/big", **shown}])
-
-
-def test_a_load_under_another_name_stays_one_job(reader, backend):
-    reader.ask("load", model="./folder")
-    reader.give(backend.published, ModelEvent(model="/abs/folder", stage="load", total_bytes=1_000))
-    expected = {"id": "./folder", "text": "loading", "detail": "", "fraction": None, "actions": ["Cancel"]}
-    reader.until(lambda panel: panel.jobs == [expected])
+    reader.until(lambda panel: panel.jobs == [{"id": name, **shown, "actions": ["Cancel"]}])
 
 
 def jobs(panel):
@@ -222,7 +226,7 @@ def test_a_load_of_another_client_is_shown(reader, backend):
     reader.until(lambda panel: not panel.jobs)
 
 
-def test_unload_unloads_the_model(reader, backend):
+def test_unload_unloads_the_model_that_was_shown_and_not_the_next_one(reader, backend):
     backend.set_state(model="tiny")
     reader.until(lambda panel: panel.server["model"] == "tiny")
     reader.ask("unload", model="tiny")
@@ -230,13 +234,9 @@ def test_unload_unloads_the_model(reader, backend):
     reader.ask("unload", model="tiny")
     reader.give(backend.unloads, 0.1)
     reader.until(lambda panel: not panel.jobs)
-    assert backend.requests == [("unload", "tiny")]
-
-
-def test_a_late_unload_does_not_unload_the_next_model(reader, backend):
     backend.set_state(model="tiny-two")
     assert reader.ask("unload", model="tiny") == {"model": "tiny"}
-    assert backend.requests == []
+    assert backend.requests == [("unload", "tiny")]
 
 
 def test_an_unload_without_an_event_is_detected(reader, backend):
@@ -263,8 +263,11 @@ def test_a_stopped_server_refuses_and_the_next_one_is_shown(reader, backend, wor
     backend.records = [record("tiny", loaded=True, vram_gb=0.01, loaded_context_length=512, slots=8)]
     reader.ask("refresh")
     reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
+    # The load of another client.
+    reader.give(backend.published, ModelEvent(model="org/other", stage="download", done_bytes=1_000_000))
+    reader.until(lambda panel: panel.jobs)
     backend.set_state(state="stopped")
-    reader.until(lambda panel: cells(panel) == {"tiny": ("on disk", "Load")})
+    reader.until(lambda panel: cells(panel) == {"tiny": ("on disk", "Load")} and not panel.jobs)
     assert reader.panel.rows[0]["cells"][5] == "512", "without slots"
     with pytest.raises(Refused, match="the server is stopped"):
         reader.ask("load", model="tiny")
@@ -334,35 +337,24 @@ def test_requests_from_any_thread_are_answered(reader):
     reader.until(lambda panel: len(panel.rows) == 2)
 
 
-# --- over a real lab
-
-
-def test_a_real_lab_loads_changes_and_unloads_its_model(lab, real_workbench):
-    reader = Reader(ModelsPanel(real_workbench), real_workbench)
+def test_a_real_lab_loads_waits_and_unloads_and_its_errors_are_shown(lab, real_workbench, tmp_path):
+    reader = Reader(ModelsPanel(real_workbench))
     reader.ask("refresh")
-    for name, other in (("tiny", "tiny-two"), ("tiny-two", "tiny")):
-        reader.ask("load", model=name)
-        reader.until(lambda panel, name=name: panel.server["model"] == name and not panel.jobs)
-        reader.until(lambda panel, name=name: cells(panel)[name][1] == "Unload")
-        assert cells(reader.panel)[other] == ("on disk", "Load")
-    reader.ask("unload", model="tiny-two")
-    reader.until(lambda panel: panel.server["model"] is None)
-    reader.until(lambda panel: cells(panel)["tiny-two"] == ("on disk", "Load"))
-    assert manager_of(lab).snapshot.model is None
-
-
-def test_a_real_load_waits_for_a_running_answer(lab, real_workbench):
-    reader = Reader(ModelsPanel(real_workbench), real_workbench)
-    lab.load("tiny")
+    reader.until(lambda panel: panel.rows)
+    reader.ask("load", model="tiny")
+    reader.until(lambda panel: panel.server["model"] == "tiny" and not panel.jobs)
+    reader.until(lambda panel: cells(panel)["tiny"][1] == "Unload")
     pieces = iter(lab.chat("Hello", stream=True, max_tokens=300, ignore_eos=True))
     next(pieces)
     reader.ask("load", model="tiny-two")
     assert len("".join(pieces)) > 100
     reader.until(lambda panel: panel.server["model"] == "tiny-two" and not panel.jobs)
+    reader.until(lambda panel: cells(panel)["tiny-two"][1] == "Unload")
+    assert cells(reader.panel)["tiny"] == ("on disk", "Load")
     assert not reader.panel.error
-
-
-def test_loading_a_folder_without_a_model_shows_the_labs_message(real_workbench, tmp_path):
-    reader = Reader(ModelsPanel(real_workbench), real_workbench)
+    reader.ask("unload", model="tiny-two")
+    reader.until(lambda panel: panel.server["model"] is None and not panel.jobs)
+    reader.until(lambda panel: cells(panel)["tiny-two"] == ("on disk", "Load"))
+    assert manager_of(lab).snapshot.model is None
     reader.ask("load", model=str(tmp_path))
     reader.until(lambda panel: panel.error.startswith(f"{tmp_path} was not loaded: "))

@@ -10,7 +10,6 @@ import pytest
 
 from lmx_lab.backend import Ranking
 from lmx_lab.errors import NotLoadedError
-from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.rerank import (
     CELL_CHARACTERS,
     MAX_CHARACTERS,
@@ -28,14 +27,10 @@ from tests.support.labs import serving
 from tests.support.models import write_tiny_bert
 from tests.support.panels import WAIT_S, Reader, Refused
 
+PANEL = RerankPanel
 PAIR = "Bread is baked.\nSea water is salty."
 ORDER = ((1, 0.75), (0, -0.25))
 RANKED = Ranking(query="q", documents=PAIR.split("\n"), order=ORDER, model="minilm", method="cosine", tokens=12)
-
-
-@pytest.fixture
-def reader(workbench):
-    return Reader(RerankPanel(workbench), workbench)
 
 
 def rows(*documents, scores=None, order=None):
@@ -48,7 +43,7 @@ def rows(*documents, scores=None, order=None):
 
 
 def table_of(result, workbench):
-    return Reader(RerankPanel(workbench, result=result), workbench)
+    return Reader(RerankPanel(workbench, result=result))
 
 
 def column(reader, at):
@@ -106,29 +101,23 @@ def test_loads_of_other_models_are_not_shown_during_a_ranking(reader, backend, w
     reader.until(lambda panel: not panel.busy)
 
 
-def test_a_ranking_can_be_cancelled(reader, backend):
-    reader.ask("rank", query="q", documents=PAIR)
-    reader.until(lambda panel: panel.busy)
-    reader.ask("cancel")
+@pytest.mark.parametrize("begun", [True, False], ids=["running", "before its start"])
+def test_a_ranking_can_be_cancelled(reader, backend, workbench, begun):
+    async def rank_and_cancel():
+        await reader.panel.do_rank({"query": "q", "documents": PAIR})
+        await reader.panel.do_cancel({})
+
+    if begun:
+        reader.ask("rank", query="q", documents=PAIR)
+        reader.until(lambda panel: panel.busy)
+        reader.ask("cancel")
+    else:
+        workbench.submit(rank_and_cancel()).result(WAIT_S)
     reader.until(lambda panel: not panel.busy and "Cancelled" in panel.error)
     reader.ask("cancel")
-    reader.ask("rank", query="q", documents=PAIR)
-    reader.give(backend.rankings, RANKED)
-    reader.until(lambda panel: panel.table and not panel.error)
-
-
-def test_a_ranking_that_is_cancelled_before_its_start_frees_the_panel(reader, backend, workbench):
-    panel = reader.panel
-
-    async def at_once():
-        await panel.do_rank({"query": "q", "documents": PAIR})
-        await panel.do_cancel({})
-
-    workbench.submit(at_once()).result(WAIT_S)
-    reader.until(lambda panel: not panel.busy and panel.error)
     assert reader.ask("rank", query="q", documents=PAIR) is None
     reader.give(backend.rankings, RANKED)
-    reader.until(lambda panel: not panel.busy and panel.table)
+    reader.until(lambda panel: panel.table and not panel.busy and not panel.error)
 
 
 def test_a_new_ranking_is_in_the_snapshot_before_its_frame(backend):
@@ -263,13 +252,13 @@ def test_ten_thousand_long_documents_are_a_page_in_the_widget(workbench):
 
 
 @pytest.mark.parametrize(
-    "request_fields",
-    [{"do": "page", "page": "2"}, {"do": "page", "page": -2}, {"do": "sort", "column": "x"}, {"do": "sort"}],
+    ("request_name", "fields"),
+    [("page", {"page": "2"}), ("page", {"page": -2}), ("sort", {"column": "x"}), ("sort", {})],
 )
-def test_invalid_requests_of_a_table_are_refused(workbench, request_fields):
+def test_invalid_requests_of_a_table_are_refused(workbench, request_name, fields):
     reader = table_of(rows("a"), workbench)
     with pytest.raises(Refused, match="invalid-request"):
-        reader.ask(request_fields.pop("do"), **request_fields)
+        reader.ask(request_name, **fields)
 
 
 @pytest.mark.parametrize("what", ["sort", "page", "document", "tsv"])
@@ -377,16 +366,12 @@ def bert(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_real_lab_ranks_as_its_own_verb_does(bert):
-    workbench = Workbench(LocalBackend(bert.server))
-    try:
-        reader = Reader(RerankPanel(workbench), workbench)
-        reader.ask("rank", query="How salty is the sea?", documents=PAIR + "\n<b>salt</b>")
-        reader.until(lambda panel: panel.table or panel.error)
-        expected = bert.rerank("How salty is the sea?", [*PAIR.split("\n"), "<b>salt</b>"])
-        assert column(reader, 2) == [row.document for row in expected]
-        assert column(reader, 1) == [f"{row.score:.4f}" for row in expected]
-        bert.unload()
-        reader.ask("rank", query="q", documents=PAIR)
-        reader.until(lambda panel: "load" in panel.error.lower())
-    finally:
-        workbench.suspend()
+    reader = Reader(RerankPanel(bert.workbench))
+    reader.ask("rank", query="How salty is the sea?", documents=PAIR + "\n<b>salt</b>")
+    reader.until(lambda panel: panel.table or panel.error)
+    expected = bert.rerank("How salty is the sea?", [*PAIR.split("\n"), "<b>salt</b>"])
+    assert column(reader, 2) == [row.document for row in expected]
+    assert column(reader, 1) == [f"{row.score:.4f}" for row in expected]
+    bert.unload()
+    reader.ask("rank", query="q", documents=PAIR)
+    reader.until(lambda panel: "load" in panel.error.lower())

@@ -21,17 +21,12 @@ CELLS = (
 )
 
 
-@pytest.fixture(scope="module")
-def notebook():
-    """A notebook that was run from top to bottom, as in JupyterLab or nbconvert."""
-    written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    NotebookClient(written, timeout=120, config=without_ports()).execute()
-    return written
-
-
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_cell_that_displayed_panels_has_what_they_showed_last(notebook):
+def test_the_cell_that_displayed_panels_has_what_they_showed_last():
+    # Run from top to bottom, as in JupyterLab or nbconvert.
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    NotebookClient(notebook, timeout=120, config=without_ports()).execute()
     chat, metrics, models = (
         output["data"]["text/html"]
         for output in notebook.cells[1].outputs
@@ -47,12 +42,21 @@ def test_the_cell_that_displayed_panels_has_what_they_showed_last(notebook):
     assert "Requests" in metrics
 
 
-def test_a_snapshot_is_sent_again_only_after_a_change(monkeypatch):
+@pytest.fixture
+def sent(monkeypatch):
+    """The HTML of each snapshot that is displayed, and the options."""
     sent = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **options: sent.append((data, options)))
-    views, content = StaticViews(), ["one"]
-    bundle = {WIDGET_VIEW: {}, "text/html": "one"}
-    views.show((bundle, {}), lambda: content[0])
+    monkeypatch.setattr("IPython.display.display", lambda data, **options: sent.append((data["text/html"], options)))
+    return sent
+
+
+def show(views, content):
+    views.show(({WIDGET_VIEW: {}, "text/html": "before"}, {}), content)
+
+
+def test_a_snapshot_is_sent_again_only_after_a_change(sent):
+    views, content = StaticViews(), ["before"]
+    show(views, lambda: content[0])
     assert not views.is_due
     views.mark_changed()
     assert views.is_due
@@ -64,29 +68,24 @@ def test_a_snapshot_is_sent_again_only_after_a_change(monkeypatch):
     views.mark_changed(ended=True)
     assert views.is_due
     views.refresh()
-    data, options = sent[-1]
-    assert "two" in data["text/html"]
+    html, options = sent[-1]
+    assert "two" in html
     assert options == {"raw": True, "display_id": sent[1][1]["display_id"], "update": True}
 
 
-def test_an_error_in_a_snapshot_does_not_prevent_the_others(monkeypatch):
-    sent = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
+def test_an_error_in_a_snapshot_does_not_prevent_the_others(sent):
     views = StaticViews()
-    bundle = {WIDGET_VIEW: {}, "text/html": "before"}
-    views.show((bundle, {}), lambda: 1 / 0)
-    views.show((bundle, {}), lambda: "after")
+    show(views, lambda: 1 / 0)
+    show(views, lambda: "after")
     views.mark_changed()
     views.refresh()
-    assert "after" in sent[-1]
+    assert "after" in sent[-1][0]
 
 
-def test_only_the_newest_views_are_updated(monkeypatch):
-    sent = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **_options: sent.append(data["text/html"]))
+def test_only_the_newest_views_are_updated(sent):
     views = StaticViews(max_views=3)
     for _ in range(8):
-        views.show(({WIDGET_VIEW: {}, "text/html": "before"}, {}), lambda: "after")
+        show(views, lambda: "after")
     sent.clear()
     views.refresh()
     assert len(sent) == 3

@@ -6,28 +6,15 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.panels.timeline import MAX_PARTS, TimelinePanel
-from lmx_lab.values.timeline import EngineStep, ModelTimeline, RequestTimeline, ServerTimeline
+from lmx_lab.values.timeline import EngineStep, ModelTimeline, ServerTimeline
 from tests.support.panels import Reader, Refused
+from tests.support.samples import request_timeline
 
-ONE = RequestTimeline(
+ONE = request_timeline(
+    EngineStep("queued", 0.0, 1.0),
+    EngineStep("prefill", 1.0, 0.5, 4),
+    EngineStep("decode", 1.5, 0.5, 1, kv_bytes=2 * 10**6),
     request_id="<b>",
-    index=0,
-    model="m",
-    at=100.0,
-    outcome="stop",
-    code=None,
-    stop_string=False,
-    prompt_tokens=4,
-    cached_tokens=0,
-    output_tokens=1,
-    queue_s=1.0,
-    prefill_s=0.5,
-    decode_s=0.5,
-    steps=(
-        EngineStep("queued", 0.0, 1.0),
-        EngineStep("prefill", 1.0, 0.5, 4),
-        EngineStep("decode", 1.5, 0.5, 1, kv_bytes=2 * 10**6),
-    ),
 )
 LOADING = ModelTimeline(kind="load", model="m", at=99.0, outcome="loaded", message="", total_s=0.5, stages=())
 
@@ -41,7 +28,7 @@ def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
         return ServerTimeline(requests=tuple(requests[0]), models=(LOADING,))
 
     backend.timeline = timeline
-    reader = Reader(TimelinePanel(workbench), workbench)
+    reader = Reader(TimelinePanel(workbench))
     panel = reader.panel
     # The load is shown before the first request.
     reader.until(lambda panel: [lane["id"] for lane in panel.lanes] == ["load-99.000000"])
@@ -83,7 +70,7 @@ def test_a_bar_has_a_limited_number_of_parts(backend, workbench):
         return ServerTimeline(requests=(long,))
 
     backend.timeline = timeline
-    reader = Reader(TimelinePanel(workbench), workbench)
+    reader = Reader(TimelinePanel(workbench))
     panel = reader.panel
     reader.until(lambda panel: panel.lanes)
     parts = panel.lanes[0]["parts"]

@@ -12,8 +12,7 @@ from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.layout import full_width
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.portal import BACKGROUND
-from lmx_lab.wire.admin import Sample
-from tests.support.panels import QUICK, Reader, ScriptedBackend, cost, delta
+from tests.support.panels import QUICK, Reader, ScriptedBackend, cost, delta, server_sample
 from tests.support.waiting import until
 
 WAIT_S = 60.0
@@ -58,7 +57,7 @@ def test_a_backend_that_fails_once_does_not_stop_the_timer(workbench, backend):
         if not failed.is_set():
             failed.set()
             raise RuntimeError("no sample")
-        return Sample(at=time.time(), **dict.fromkeys(set(Sample.model_fields) - {"type", "at"}, 0))
+        return server_sample(time.time())
 
     backend.sample = fail_once
     workbench.follow(backend)
@@ -68,7 +67,7 @@ def test_a_backend_that_fails_once_does_not_stop_the_timer(workbench, backend):
 
 def test_suspending_a_workbench_ends_only_its_own_work(workbench, backend):
     other = Workbench(ScriptedBackend(), **QUICK)
-    readers = [Reader(ChatPanel(each), each) for each in (workbench, other)]
+    readers = [Reader(ChatPanel(each)) for each in (workbench, other)]
     for reader in readers:
         reader.ask("send", text="Hello")
     other.suspend()

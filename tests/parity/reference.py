@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmx_lab.engine.encoders import LoadedEncoder, TextTokens, load_encoder
+from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
+from lmx_lab.engine.texts import TextTokens
 from lmx_lab.values.outputs import Vectors
 from tests.support.models import entry, run, write_json, write_tokenizer
 

@@ -1,4 +1,4 @@
-"""Compare BERT, RoBERTa, XLM-RoBERTa, CamemBERT and ModernBERT with transformers, on small random models."""
+"""Compare encoders, and Qwen3 as embedder and reranker, with transformers on PyTorch, on small random models."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,9 @@ torch = pytest.importorskip("torch", reason="torch is not in this environment; m
 
 import transformers  # noqa: E402
 
-from lmx_lab.engine.encoders import TextTokens  # noqa: E402
-from tests.parity.reference import SIZES, build, check, mean, padded, save, texts  # noqa: E402
-from tests.support.models import pooling_files, run  # noqa: E402
+from lmx_lab.engine.texts import TextTokens  # noqa: E402
+from tests.parity.reference import SIZES, build, check, last, mean, padded, save, texts  # noqa: E402
+from tests.support.models import logit_score_files, pooling_files, run  # noqa: E402
 
 MEAN = pooling_files("mean_tokens", normalize=False)
 FAMILIES = {
@@ -133,3 +133,44 @@ def test_the_window_of_modernbert_changes_the_result(tmp_path):
         for size in (8, 64)
     )
     assert np.abs(narrow - wide).max() > 1e-2
+
+
+# --- decoders as embedders and rerankers
+
+LAST = pooling_files("lasttoken", normalize=False)
+LENGTHS = BATCHES["padded"]
+
+
+def qwen3(kind="Qwen3", **changes):
+    own = {"num_key_value_heads": 2, "head_dim": 8, "bos_token_id": None, "eos_token_id": None}
+    return getattr(transformers, f"{kind}Config")(**SIZES | own | changes)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Model", "Qwen3ForCausalLM", "LlamaModel"])
+def test_the_vector_of_the_last_token_equals_that_of_transformers(tmp_path, kind):
+    model = build(getattr(transformers, kind), qwen3(kind.removesuffix("Model").removesuffix("ForCausalLM")))
+    loaded, batch = save(tmp_path / "m", model, LAST), texts(*LENGTHS)
+    inputs = padded(batch)
+    inner = model.model if kind.endswith("ForCausalLM") else model
+    with torch.no_grad():
+        hidden = inner(**inputs).last_hidden_state
+    check(loaded, batch, last(hidden, inputs["attention_mask"]))
+
+
+def test_the_score_of_a_qwen3_classifier_equals_that_of_transformers(tmp_path):
+    model = build(transformers.Qwen3ForSequenceClassification, qwen3(num_labels=1))
+    loaded, batch = save(tmp_path / "m", model, {}), texts(*LENGTHS)
+    with torch.no_grad():
+        expected = model(**padded(batch)).logits[:, 0].numpy()
+    check(loaded, batch, expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_difference_of_two_logits_equals_that_of_transformers(tmp_path, tied):
+    files = logit_score_files()
+    model = build(transformers.Qwen3ForCausalLM, qwen3(tie_word_embeddings=tied))
+    loaded, batch = save(tmp_path / "m", model, files), texts(*LENGTHS)
+    inputs, tokens = padded(batch), files["1_LogitScore/config.json"]
+    with torch.no_grad():
+        logits = torch.tensor(last(model(**inputs).logits, inputs["attention_mask"]))
+    check(loaded, batch, (logits[:, tokens["true_token_id"]] - logits[:, tokens["false_token_id"]]).numpy())

@@ -68,9 +68,21 @@ def test_a_ratio_scales_with_a_side_and_inverts_when_they_are_swapped(a, b, fact
     assert bounds(ratio_interval(b, a, paired)) == pytest.approx([1 / end for end in reversed(bounds(ratio))], rel=1e-6)
 
 
-def test_identical_ratios_have_an_interval_of_width_zero():
-    ratio = ratio_interval([2.0, 6.0, 4.0], [1.0, 3.0, 2.0], True)
-    assert (bounds(ratio), ratio.n) == (pytest.approx([2.0, 2.0, 2.0]), 3)
+@pytest.mark.parametrize(
+    ("a", "b", "paired", "expected"),
+    [
+        pytest.param([2.0, 6.0, 4.0], [1.0, 3.0, 2.0], True, [2.0, 2.0, 2.0], id="equal ratios"),
+        pytest.param([2.0, 2.0], [1.0, 1.0], True, [math.nan, 2.0, math.nan], id="two pairs"),
+        pytest.param([2.0, 2.0], [1.0, 1.0], False, [math.nan, 2.0, math.nan], id="two on each side"),
+        *(
+            pytest.param([1.0, 2.0], b, paired, [math.nan] * 3, id=f"to {b[0]}, paired={paired}")
+            for b in ([0.0, 0.0], [-1.0, -2.0], [None, None])
+            for paired in (True, False)
+        ),
+    ],
+)
+def test_an_interval_needs_three_positive_ratios(a, b, paired, expected):
+    assert bounds(ratio_interval(a, b, paired)) == pytest.approx(expected, nan_ok=True)
 
 
 def test_intervals_of_ratios_agree_with_textbook_examples():
@@ -82,25 +94,6 @@ def test_intervals_of_ratios_agree_with_textbook_examples():
     unpaired = ratio_interval(np.exp(logs), np.exp([0.0, 0.1, 0.2, 0.1]), False)
     reach = 4.3027 * math.sqrt(0.025)
     assert bounds(unpaired) == pytest.approx(np.exp([0.2 - reach, 0.2, 0.2 + reach]), rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("paired", [True, False])
-@pytest.mark.parametrize(("repeats", "drift"), [(3, 0.03), (5, 0.03), (10, 0.3)])
-def test_intervals_of_equal_sides_contain_1_as_often_as_their_level(repeats, drift, paired):
-    generator = np.random.default_rng(repeats)
-    sides = np.exp(generator.normal(0, drift, (2000, 2, repeats)))
-    held = sum(1 in ratio_interval(a, b, paired) for a, b in sides)
-    # Degrees of freedom are rounded down to whole numbers, which makes Welch's interval wider, most with few repeats.
-    assert 1880 <= held <= (1920 if paired else 1990)
-
-
-def test_two_repeats_give_a_ratio_without_interval():
-    for paired in (True, False):
-        ratio = ratio_interval([2.0, 2.0], [1.0, 1.0], paired)
-        assert (ratio.median, ratio.n) == (pytest.approx(2), 2)
-        assert math.isnan(ratio.low)
-        assert math.isnan(ratio.high)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +127,6 @@ def test_differences_between_repeats_widen_the_interval():
     assert knowing.high - knowing.low > 1.3 * (blind.high - blind.low)
 
 
-def test_pairing_reveals_a_difference_that_drift_hides():
-    generator = np.random.default_rng(3)
-    minutes = generator.uniform(1, 100, 5)
-    slower = minutes * generator.normal(1.05, 0.005, 5)
-    assert ratio_interval(slower, minutes, True).low > 1
-    assert 1 in ratio_interval(slower, minutes, False)
-
-
 def test_padding_of_shorter_groups_does_not_count():
     # A quarter of the draws has only values of the small group. If padding counted, it would dominate other draws too.
     interval = median_interval([1.0] * 99 + [50.0], groups=[0] * 99 + [1], level=0.4)
@@ -154,12 +139,6 @@ def test_missing_values_are_ignored():
     assert median_interval([None]) is NOTHING
     pairs = ratio_interval([2.0, None, 4.0, 9.0], [1.0, 5.0, 2.0, math.nan], True)
     assert (pairs.median, pairs.n) == (pytest.approx(2.0), 2)
-
-
-@pytest.mark.parametrize("paired", [True, False])
-@pytest.mark.parametrize("b", [[0.0, 0.0], [-1.0, -2.0], [None, None]])
-def test_the_ratio_to_zero_is_unknown(b, paired):
-    assert math.isnan(ratio_interval([1.0, 2.0], b, paired).median)
 
 
 def test_the_same_seed_gives_the_same_interval():

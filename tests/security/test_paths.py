@@ -1,7 +1,6 @@
 """Tests that only local callers receive paths of models. With a host that the operator allowed, a caller on loopback is
 not local, like a caller on another machine."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ import pytest
 from websockets.sync.client import connect
 
 from tests.support.asking import refused
-from tests.support.labs import serving
+from tests.support.labs import events_of, serving
 
 pytestmark = pytest.mark.slow
 ELSEWHERE = {"host": "elsewhere.example"}
@@ -39,15 +38,6 @@ def lab(tiny_home, folder):
         yield lab
 
 
-@contextlib.contextmanager
-def watched(lab, headers):
-    """Read the events of loads and requests, after the first event of any kind."""
-    with httpx2.stream("GET", f"{lab.url}/admin/events?include=models,requests", headers=headers) as answer:
-        lines = (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
-        next(lines)
-        yield (line for line in lines if line["type"] in ("model", "request"))
-
-
 def test_the_error_of_a_failed_load_contains_the_reason_but_no_path(lab, folder):
     def load(**headers):
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": "damaged"}, headers=headers)
@@ -70,7 +60,8 @@ def test_events_contain_no_paths(lab, folder):
     def failed(events):
         return next(event for event in events if event["type"] == "model" and event["stage"] == "failed")
 
-    with watched(lab, {}) as own, watched(lab, ELSEWHERE) as others:
+    shown = ("models", "requests")
+    with events_of(lab, *shown) as own, events_of(lab, *shown, headers=ELSEWHERE) as others:
         httpx2.post(f"{lab.url}/admin/models/load", json={"model": str(folder / "listed" / "damaged")})
         assert str(folder) in failed(own)["message"]
         event = failed(others)

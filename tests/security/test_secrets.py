@@ -80,13 +80,7 @@ def test_the_key_is_in_no_log_or_response_of_the_server(keyed_lab):
 
 
 def test_the_key_is_in_no_repr_panel_or_report(keyed_lab, tmp_path):
-    shown_ones = [
-        keyed_lab,
-        keyed_lab.settings,
-        vars(keyed_lab),
-        vars(keyed_lab.server),
-        keyed_lab.server.services,
-    ]
+    shown_ones = [keyed_lab, keyed_lab.settings, vars(keyed_lab), vars(keyed_lab.server), keyed_lab.server.services]
     texts = [repr(each) for each in shown_ones] + [str(keyed_lab.settings)]
     panel = keyed_lab.panel("models", "metrics", "chat", "rerank")
     for each in (panel, *panel.children):

@@ -16,7 +16,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import MIB, check_files, open_regular, read_regular
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
-from tests.support.engines import run
+from tests.support.engines import load_entry, run
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
 
@@ -177,9 +177,9 @@ async def test_the_engine_rejects_a_special_file_before_it_unloads_a_model(catal
     good, bad = catalog.resolve("good" if loaded == "mlx" else str(tiny_gguf)), catalog.resolve("bad")
     put(models / "bad", "tokenizer.json", os.mkfifo)
     async with ModelManager(Settings(slots=2, threads=1)) as manager:
-        await manager.load_entry(good)
+        await load_entry(manager, good)
         with pytest.raises(UnusableModelError, match=r"tokenizer\.json is a FIFO"):
-            await asyncio.wait_for(manager.load_entry(bad), CHAT_WAIT_S)
+            await asyncio.wait_for(load_entry(manager, bad), CHAT_WAIT_S)
         assert manager.snapshot.entry == good
         assert manager.snapshot.state == "ready"
         assert (await run(manager))[1].output_tokens == 8

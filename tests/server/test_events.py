@@ -9,11 +9,13 @@ from lmx_lab.server.events import events_between, sample
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
 from lmx_lab.values.models import ModelEvent, Unloading
 from lmx_lab.wire.admin import Memory, Sample, Throughput
+from tests.support.models import TINY_ENTRY, in_memory
 
 
 def test_throughput_is_measured_since_the_previous_snapshot():
     before = EngineSnapshot(totals=TokenTotals(output_tokens=100))
-    now = EngineSnapshot(
+    now = in_memory(
+        TINY_ENTRY,
         totals=TokenTotals(output_tokens=130),
         active_requests=2,
         queued_requests=3,
@@ -29,7 +31,8 @@ def test_throughput_is_measured_since_the_previous_snapshot():
 def test_a_sample_has_all_metrics_since_the_previous_snapshot():
     totals = TokenTotals(output_tokens=100, prompt_tokens=10, cached_tokens=5, encoded_tokens=50)
     before = EngineSnapshot(totals=totals)
-    now = EngineSnapshot(
+    now = in_memory(
+        TINY_ENTRY,
         totals=replace(totals, output_tokens=130, prompt_tokens=70, cached_tokens=45),
         active_requests=2,
         queued_requests=3,

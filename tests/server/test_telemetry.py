@@ -22,12 +22,7 @@ import lmx_lab
 from lmx_lab.engine import ChatPrompt, GenerationRequest
 from lmx_lab.errors import InvalidRequestError, MissingPackageError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
-from lmx_lab.server.telemetry import (
-    EXPORTER_LOG,
-    RequestSpans,
-    answer_attributes,
-    content_attributes,
-)
+from lmx_lab.server.telemetry import EXPORTER_LOG, RequestSpans, answer_attributes, content_attributes
 from lmx_lab.settings import Settings
 from lmx_lab.values.outputs import Delta
 from tests.support.labs import manager_of, serving
@@ -43,37 +38,30 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type"
 class Collector:
     """A server that receives spans."""
 
-    port: int
     status: int
+    url: str = ""
     bodies: list[bytes] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
 
     @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def received(self):
-        return [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
+    def resources(self):
+        """The spans of each request, with the service that has sent them."""
+        return [spans for body in self.bodies for spans in ExportTraceServiceRequest.FromString(body).resource_spans]
 
     @property
     def spans(self):
-        return [
-            span
-            for request in self.received
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
+        return [span for resource in self.resources for scope in resource.scope_spans for span in scope.spans]
 
 
 @contextlib.contextmanager
 def collector(port=0, *, status=200):
+    """Run a collector whose address is in the environment."""
+    running = Collector(status)
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
-            running.bodies.append(body)
+            running.bodies.append(self.rfile.read(int(self.headers["content-length"])))
             running.headers.append(dict(self.headers))
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(running.status)
@@ -84,8 +72,9 @@ def collector(port=0, *, status=200):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        running = Collector(server.server_port, status)
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server, pytest.MonkeyPatch.context() as patched:
+        running.url = f"http://127.0.0.1:{server.server_port}"
+        patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.url)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -93,14 +82,6 @@ def collector(port=0, *, status=200):
         finally:
             server.shutdown()
             thread.join()
-
-
-@contextlib.contextmanager
-def echo_lab(home, target, otel, **settings):
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
-        with serving(home, "echo", otel=otel, **settings) as lab:
-            yield lab
 
 
 def post(lab, path, headers=None, **fields):
@@ -153,7 +134,7 @@ def sent(tmp_path_factory):
     """Send requests to a server that exports spans without texts, and stop the server."""
     parent = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
     with collector() as target:
-        with echo_lab(tmp_path_factory.mktemp("home"), target, "spans", echo_tokens_per_s=200) as lab:
+        with serving(tmp_path_factory.mktemp("home"), "echo", otel="spans", echo_tokens_per_s=200) as lab:
             ids = {
                 "cancelled": leave(lab),
                 "chat": chat(lab, parent, n=2, temperature=0.5, top_p=0.9, top_k=5, seed=7, max_tokens=3),
@@ -239,10 +220,10 @@ def test_prompts_of_a_completion_are_one_span(sent):
     assert "gen_ai.request.choice.count" not in found
 
 
-@pytest.mark.parametrize(("name", "operation"), [("embeddings", "embeddings"), ("rerank", "rerank")])
-def test_vectors_and_scores_are_exported_with_their_tokens(sent, name, operation):
+@pytest.mark.parametrize("name", ["embeddings", "rerank"])
+def test_vectors_and_scores_are_exported_with_their_tokens(sent, name):
     span = sent.span(name)
-    assert span.name == f"{operation} echo"
+    assert span.name == f"{name} echo"
     assert attributes(span)["gen_ai.usage.input_tokens"] > 0
     assert {child.name for child in sent.children(span)} <= {"queued", "compute"}
 
@@ -270,7 +251,7 @@ def test_a_request_of_the_notebook_is_a_span_of_its_own(sent):
 
 
 def test_spans_name_the_service_and_its_version(sent):
-    resource = attributes(sent.collector.received[0].resource_spans[0].resource)
+    resource = attributes(sent.collector.resources[0].resource)
     assert resource["service.name"] == "lmx-lab"
     assert resource["service.version"]
 
@@ -288,7 +269,7 @@ def test_texts_are_exported_in_the_form_of_the_conventions(tmp_path):
         {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
     ]
     with collector() as target:
-        with echo_lab(tmp_path, target, "content") as lab:
+        with serving(tmp_path, "echo", otel="content") as lab:
             first = chat(lab, n=2, temperature=0)
             second = post(lab, "/v1/chat/completions", messages=history, tools=[CLOCK], tool_choice="required")
         sent = Sent(target, {"first": first, "second": second}, lab.server.port)
@@ -349,6 +330,11 @@ def test_a_cancelled_answer_has_the_tokens_that_were_delivered_and_no_time_to_fi
     }
 
 
+def only_warning(caplog):
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    return warning.getMessage()
+
+
 def test_a_collector_that_is_down_causes_one_warning(monkeypatch, caplog):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -362,8 +348,7 @@ def test_a_collector_that_is_down_causes_one_warning(monkeypatch, caplog):
         spans.observe(end)
         spans.close()
         assert target.spans == []
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert f"http://127.0.0.1:{port}/v1/traces does not accept spans" in warning.getMessage()
+    assert f"http://127.0.0.1:{port}/v1/traces does not accept spans" in only_warning(caplog)
     assert "s3cret" not in caplog.text
 
 
@@ -371,7 +356,6 @@ def test_a_collector_that_accepts_spans_again_gets_them(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     with collector(status=400) as target:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
         spans = RequestSpans(content=False, retry_s=0.0)
         for attempts in (1, 2):
             spans.observe(request_end(model=f"{attempts}"))
@@ -380,22 +364,20 @@ def test_a_collector_that_accepts_spans_again_gets_them(monkeypatch, caplog):
         spans.observe(request_end(model="3"))
         spans.close()
         assert [span.name for span in target.spans] == ["chat 1", "chat 2", "chat 3"]
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    assert "does not accept spans" in only_warning(caplog)
     assert "accepts spans again" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("status", "remedy"), [(401, "OTEL_EXPORTER_OTLP_HEADERS"), (404, "OTEL_EXPORTER_OTLP_ENDPOINT")]
 )
-def test_the_warning_has_the_status_with_which_a_collector_refuses_spans(status, remedy, monkeypatch, caplog):
-    with collector(status=status) as target:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
+def test_the_warning_has_the_status_with_which_a_collector_refuses_spans(status, remedy, caplog):
+    with collector(status=status):
         spans = RequestSpans(content=False)
         spans.observe(request_end(model="m"))
         spans.close()
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert f"does not accept spans (HTTP status {status})" in warning.getMessage()
-    assert remedy in warning.getMessage()
+    assert f"does not accept spans (HTTP status {status})" in only_warning(caplog)
+    assert remedy in only_warning(caplog)
 
 
 @pytest.mark.parametrize(
@@ -446,21 +428,12 @@ def test_a_collector_that_does_not_respond_does_not_delay_the_end_and_causes_one
         spans.close()
         (sending,) = [each for each in threading.enumerate() if each.name == "lmx-lab last spans"]
     sending.join()  # The connection ends with the socket.
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "does not accept spans" in warning.getMessage()
+    assert "does not accept spans" in only_warning(caplog)
     assert not EXPORTER_LOG.filters
 
 
-def test_a_launch_whose_port_is_taken_stops_the_exporter(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortTakenError):
-        lmx_lab.launch(home=tmp_path, port=taken.getsockname()[1], otel="spans")
-    assert not EXPORTER_LOG.filters
-    assert not [each for each in threading.enumerate() if each.name == "OtelBatchSpanRecordProcessor"]
-
-
-def test_a_start_whose_port_is_taken_ends_the_exporter_and_another_start_exports_again(tmp_path, monkeypatch):
+def test_a_start_whose_port_is_taken_ends_the_exporter_and_another_start_exports_again(tmp_path):
     with collector() as target:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", target.url)
         with socket.create_server(("127.0.0.1", 0)) as taken:
             settings = Settings(home=tmp_path, port=taken.getsockname()[1], otel="spans")
             lab = lmx_lab.Lab(settings, loop="thread")

@@ -1,11 +1,9 @@
 """Tests that tools, tool choices and tool calls in a history are converted for the engine or refused."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from lmx_lab.engine import ChatPrompt, Tool, ToolUse
 from lmx_lab.errors import InvalidRequestError
@@ -27,18 +25,16 @@ def use(**changes):
     return prompt(**changes).tools
 
 
-def refusal(**changes):
-    """Return the error of a request, from the validation of its body or from its conversion for the engine."""
+def check_refusal(changes, param, expected):
+    """Check the field and parts of the message of an error, which comes from the validation or from the conversion."""
     try:
         generation_request(chat(**changes))
     except ValidationError as exc:
-        return validation_error(exc)
+        error = validation_error(exc)
     except InvalidRequestError as exc:
-        return exc
-    pytest.fail("nothing was refused")
-
-
-def check(error, param, expected):
+        error = exc
+    else:
+        pytest.fail("nothing was refused")
     assert error.param == param
     assert error.message.startswith(f"{param}: ")
     assert [part for part in expected if part not in error.message] == []
@@ -75,15 +71,14 @@ def test_tool_choice_selects_optional_forced_and_single_tools(choice, forced, on
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"tools": None}, {"tools": []}, {"tools": [function()], "tool_choice": "none"}]
+    "changes",
+    [
+        *({}, {"tools": None}, {"tools": []}, {"tools": [function()], "tool_choice": "none"}),
+        *({"tool_choice": choice} for choice in (None, "auto", "none")),
+    ],
 )
-def test_an_empty_list_of_tools_means_no_tools(changes):
+def test_without_tools_or_with_the_choice_none_no_tools_are_used(changes):
     assert use(**changes) is None
-
-
-@pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_tool_choice_needs_tools(choice):
-    assert use(tool_choice=choice) is None
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
@@ -110,6 +105,8 @@ LARGE = {"description": "x" * 140_000}
         ({"tools": [function("look up")]}, "tools.0.function.name", ["letters", "digits", "'look up'"]),
         ({"tools": [function("")]}, "tools.0.function.name", ["letters"]),
         ({"tools": [function("a" * 65)]}, "tools.0.function.name", ["65", "64"]),
+        # The choice is not checked if a tool is invalid.
+        ({"tools": [function("a b")], "tool_choice": function("see")}, "tools.0.function.name", ["'a b'"]),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", ["'function'", "'web_search'"]),
         ({"tools": [{"type": "function"}]}, "tools.0.function", ["required"]),
         ({"tools": [function(description=5)]}, "tools.0.function.description", ["string"]),
@@ -147,11 +144,7 @@ LARGE = {"description": "x" * 140_000}
     ],
 )
 def test_the_error_of_an_invalid_tool_or_choice_names_the_field(changes, param, expected):
-    check(refusal(**changes), param, expected)
-
-
-def test_tool_choice_is_not_checked_if_a_tool_is_invalid():
-    assert refusal(tools=[function("a b")], tool_choice=function("see")).param == "tools.0.function.name"
+    check_refusal(changes, param, expected)
 
 
 # --- calls in a history
@@ -269,7 +262,7 @@ ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
     ],
 )
 def test_the_error_of_an_invalid_history_names_the_message(messages, param, expected):
-    check(refusal(messages=messages), param, expected)
+    check_refusal({"messages": messages}, param, expected)
 
 
 # --- reasoning
@@ -314,7 +307,7 @@ def test_the_reasoning_budget_is_translated(given, expected):
     ],
 )
 def test_the_error_of_an_invalid_reasoning_field_names_it(changes, param, expected):
-    check(refusal(**changes), param, expected)
+    check_refusal(changes, param, expected)
 
 
 # --- pieces of calls
@@ -336,17 +329,3 @@ def test_merging_pieces_of_calls_is_associative(pieces, cut):
     for merged in whole:
         assert merged.arguments == "".join(text for index, text in pieces if index == merged.index)
         assert (merged.id, merged.name) == (f"c{merged.index}", "f")
-
-
-def test_the_arguments_of_a_long_history_are_read_once(monkeypatch):
-    parsed = []
-    read = TypeAdapter.validate_json
-
-    def noted(self, data, **options):
-        parsed.append(data)
-        return read(self, data, **options)
-
-    monkeypatch.setattr(TypeAdapter, "validate_json", noted)
-    messages = [with_calls(call(json.dumps({"n": n}), id=str(n))) for n in range(1000)]
-    prompt(messages=messages)
-    assert len(parsed) == 1000

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from lmx_lab.server.chat import ChatWriter
 from lmx_lab.server.completions import CompletionWriter, LogprobsWriter
-from lmx_lab.server.translate import chat_logprobs, timings
 from lmx_lab.server.websocket import SocketWriter
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta
 from lmx_lab.wire.chat import ChatChunk, SocketToken
@@ -32,7 +31,7 @@ def data(event):
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[ToolCallDelta, ...]:
+def calls(draw):
     """Draw pieces of tool calls, with or without their names."""
     pieces = []
     for index in draw(st.lists(st.integers(0, 2), max_size=3, unique=True)):
@@ -55,18 +54,6 @@ def test_a_chat_chunk_equals_the_dump_of_its_model(logprobs, text, name, thought
         assert ChatChunk.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 
-def test_a_chat_chunk_contains_the_delta():
-    writer = ChatWriter("tiny", "mlx", logprobs=True)
-    (piece,) = writer.delta(2, Delta(text="hé", tokens=1, logprobs=(LOGPROB,)))
-    (choice,) = ChatChunk.model_validate_json(data(piece)).choices
-    assert (choice.index, choice.delta.content, choice.finish_reason) == (2, "hé", None)
-    assert [token.model_dump() for token in choice.logprobs.content] == chat_logprobs([LOGPROB])
-    (end,) = writer.end(0, report())
-    last = ChatChunk.model_validate_json(data(end))
-    assert last.timings == timings([[report()]])
-    assert last.choices[0].logprobs is None
-
-
 def deltas(writer, delta):
     """Return the choice of each chunk."""
     return [json.loads(data(chunk))["choices"][0] for chunk in writer.delta(0, delta)]
@@ -85,11 +72,6 @@ def test_reasoning_text_and_calls_have_separate_chunks():
     ]
 
 
-def test_a_later_piece_of_a_call_has_neither_id_nor_name():
-    (choice,) = deltas(ChatWriter("tiny", "mlx"), Delta(text="", tokens=1, tool_calls=(END,)))
-    assert choice["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": ' "sea"}'}}]}
-
-
 @pytest.mark.parametrize(
     ("delta", "chunks"),
     [
@@ -102,36 +84,6 @@ def test_a_later_piece_of_a_call_has_neither_id_nor_name():
 def test_the_logprobs_of_a_delta_are_sent_once_and_first(delta, chunks):
     found = [choice["logprobs"] for choice in deltas(ChatWriter("tiny", "mlx", logprobs=True), delta)]
     assert [logprobs is not None for logprobs in found] == [number == 0 for number in range(chunks)]
-
-
-def message(delta, reason="stop"):
-    body = ChatWriter("tiny", "mlx").whole([[(delta, report(finish=reason))]])
-    (choice,) = json.loads(body)["choices"]
-    assert choice["finish_reason"] == reason
-    return choice["message"]
-
-
-def test_a_plain_answer_has_only_content():
-    assert message(Delta(text="hi", tokens=1)) == {"role": "assistant", "content": "hi"}
-    assert message(Delta(text="", tokens=1)) == {"role": "assistant", "content": ""}
-
-
-def test_reasoning_is_separate_from_the_content():
-    thinking = message(Delta(text="", tokens=1, reasoning="hm"))
-    assert thinking == {"role": "assistant", "content": "", "reasoning_content": "hm"}
-
-
-def test_an_answer_of_calls_only_has_no_content():
-    tool_calls = message(Delta(text="", tokens=1, tool_calls=(BEGIN, OTHER, END)), "tool_calls")
-    assert tool_calls == {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}},
-            {"id": "call_2", "type": "function", "function": {"name": "see", "arguments": ""}},
-        ],
-    }
-    assert message(Delta(text="Let me see.", tokens=1, tool_calls=(OTHER,)), "tool_calls")["content"] == "Let me see."
 
 
 @given(text=TEXTS, name=TEXTS)
@@ -168,14 +120,6 @@ def test_a_socket_token_has_only_fields_with_values():
         {"name": "look", "arguments": ""},
         {"arguments": '{"at": "sea"}'},
     ]
-
-
-def test_timings_of_several_choices_are_combined():
-    writer, part = ChatWriter("tiny", "mlx"), (Delta(text="a", tokens=1), report())
-    assert json.loads(writer.whole([[part]]))["timings"]["predicted_n"] == 5
-    both = json.loads(writer.whole([[part, part]]))
-    assert both["timings"]["predicted_n"] == 10
-    assert [choice["index"] for choice in both["choices"]] == [0, 1]
 
 
 def test_legacy_logprobs_list_the_token_itself_among_the_most_likely():

@@ -34,16 +34,6 @@ def target(soak, models, tmp_path_factory):
         yield target
 
 
-def test_attacks_are_answered_as_allowed_beside_another_client(target):
-    attacks = [attack for attack in ATTACKS if attack.in_quick]
-    assert len(attacks) >= 3
-    row = target.run("some at once", attacks, VALID)
-    # The durations depend on the machine, so they are not tested.
-    assert row.lost == 0, row
-    assert row.requests > len(attacks)
-    assert row.detail["figures"]["attack"] == "some at once"
-
-
 def test_wrong_and_late_answers_and_failing_chats_are_detected(target, models):
     def unload(url):
         target._http.post("/admin/models/unload").raise_for_status()

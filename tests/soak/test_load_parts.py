@@ -2,13 +2,9 @@
 
 import asyncio
 import json
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from functools import partial
 
-import psutil
 import pytest
 
 from lmx_lab.daemon.limits import Limits
@@ -134,22 +130,6 @@ def test_a_process_left_running_is_detected_and_killed(tmp_path):
         assert command.wait() == 0
     record_leftovers(home, row, limit_s=0.1)
     assert (row.leaked_processes, home.processes()) == (1, [])
-
-
-@pytest.mark.anyio
-async def test_a_process_that_outlives_a_killed_daemon_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(daemons, "SERVERS_S", 0.1)
-    home, row = Home(tmp_path), Row(part="left")
-    program = daemons._RestartedDaemon(home, "http://127.0.0.1:1")
-    command = [sys.executable, "-c", "input()"]
-    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, env=home.environment())
-    before = psutil.Process(process.pid).create_time()
-    await daemons._check_servers_end(program, before, time.monotonic(), row)
-    assert row.leaked_processes == 0, "a process of the next daemon is not counted"
-    await daemons._check_servers_end(program, before + 1, time.monotonic(), row)
-    await process.communicate(b"\n")
-    assert row.leaked_processes == 1
-    assert str(process.pid) in row.wrong[0]
 
 
 def test_a_wrong_exit_status_is_recorded(tmp_path):

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import httpx2
-from websockets.sync.client import connect
 
 from lmx_lab.errors import LabError
-from lmx_lab.notebook import Lab
 from lmx_lab.values.outputs import FinishReason, GenerationReport
 from lmx_lab.wire.chat import ChatRequest
 
@@ -29,6 +23,10 @@ def echo_body(**changes: Any) -> dict[str, Any]:
     return {"model": "echo", "messages": SEA, "temperature": 0, "max_tokens": 8, **changes}
 
 
+def echo_request(**changes: Any) -> ChatRequest:
+    return ChatRequest.model_validate(echo_body(**changes))
+
+
 def chat_body(**changes: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 8, **changes}
 
@@ -43,23 +41,6 @@ def events(text: str) -> list[str]:
 
 CHAT = "/v1/chat/completions"
 CHAT_WAIT_S = 60
-Transfer = Literal["sse", "whole", "socket"]
-
-
-@contextmanager
-def open_request(lab: Lab, way: Transfer, body: dict[str, Any]) -> Iterator[None]:
-    """Send a request, and close the connection at the end of the block."""
-    if way == "socket":
-        with connect(lab.url.replace("http", "ws") + "/v1/chat/stream") as client:
-            client.send(json.dumps(body))
-            yield
-            client.socket.shutdown(socket.SHUT_RDWR)
-        return
-    content = json.dumps({**body, "stream": way == "sse"}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost:{lab.server.port}\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", lab.server.port)) as client:
-        client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-        yield
 
 
 def refused(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:

@@ -130,6 +130,16 @@ class Running:
 Meanwhile = Callable[[Running], None]
 
 
+def signal_at(text: str, number: signal.Signals) -> Meanwhile:
+    """Return a function that sends a signal as soon as the command has written this text."""
+
+    def send(running: Running) -> None:
+        running.wait_for(text)
+        running.send_signal(number)
+
+    return send
+
+
 def run_command(
     home: Path,
     *arguments: str,
@@ -340,10 +350,14 @@ class Serving:
         return int(found[1])
 
     def end(self, number: int) -> tuple[int, str]:
-        """Send a signal; return the exit status and the text on standard error."""
+        """Send a signal; return the exit status and the text on standard error. Then ``output`` is complete."""
         self.process.send_signal(number)
         assert self.process.stderr is not None
-        return self.process.wait(WAIT_S), self.process.stderr.read()
+        ended = self.process.wait(WAIT_S), self.process.stderr.read()
+        self._reader.join()
+        while not self._lines.empty():
+            self.output += self._lines.get()
+        return ended
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx2
 import websockets
@@ -36,8 +36,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.wire.daemon import StateFile
 from lmx_lab.wire.events import TurnText
 from lmx_lab.wire.mcp import ToolRecord
-from lmx_lab.wire.sessions import CreateSession, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
-from tests.support.model_server import Scripted
+from lmx_lab.wire.sessions import CreateSession, Decision, PermissionRecord, SessionSnapshot, SubmitTurn, TurnRecord
+from tests.support.model_server import Scripted, Scripts
 from tests.support.sockets import HANDSHAKE
 from tests.support.waiting import WAIT_S, auntil
 
@@ -57,7 +57,7 @@ def serving(home: Path, limits: Limits | None = None, **settings: Any) -> Iterat
 
 
 @contextlib.contextmanager
-def client(daemon: Daemon, **headers: str) -> Iterator[httpx2.Client]:
+def client(daemon: Daemon | StateFile, **headers: str) -> Iterator[httpx2.Client]:
     headers = {"authorization": f"Bearer {daemon.token}", **headers}
     with httpx2.Client(base_url=daemon.url, headers=headers, timeout=WAIT_S, trust_env=False) as http:
         yield http
@@ -187,7 +187,6 @@ class Follower:
         self.query = query
         self.cursor = 0
         self.events: list[dict[str, Any]] = []
-        self.connections = 0
         self.changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
@@ -204,17 +203,16 @@ class Follower:
     async def _follow(self) -> None:
         while True:
             with contextlib.suppress(OSError, websockets.WebSocketException):
-                await self.connect_once()
+                await self._receive()
             await asyncio.sleep(0.01)
 
-    async def connect_once(self, most: int | None = None) -> None:
-        """Receive events on one connection, to its end or up to ``most`` events."""
+    async def _receive(self) -> None:
+        """Receive events on one connection, to its end."""
         state = self.program.state
         address = f"{state.url.replace('http', 'ws', 1)}/v3/events?after={self.cursor}{self.query}"
         headers = {"Authorization": f"Bearer {state.token}"}
         connecting = websockets.connect(address, additional_headers=headers, proxy=None, open_timeout=PROCESS_WAIT_S)
         async with connecting as socket:
-            self.connections += 1
             async for text in socket:
                 event = json.loads(text)
                 if event["seq"] is None:
@@ -224,8 +222,6 @@ class Follower:
                 async with self.changed:
                     self.events.append(event)
                     self.changed.notify_all()
-                if most is not None and (most := most - 1) == 0:
-                    return
 
     @property
     def ended_turns(self) -> int:
@@ -360,9 +356,9 @@ class TurnHarness:
     """The components of a daemon that turns need."""
 
     def __init__(
-        self, store: Store, log: EventLog, upstream: ModelClient, toolbox: ScriptedToolbox, turns: TurnRunner
+        self, store: Store, log: EventLog, model: Scripted | None, toolbox: ScriptedToolbox, turns: TurnRunner
     ) -> None:
-        self.store, self.log, self.upstream, self.toolbox, self.turns = store, log, upstream, toolbox, turns
+        self.store, self.log, self.model, self.toolbox, self.turns = store, log, model, toolbox, turns
 
     async def session(self, **fields: Any) -> str:
         body = CreateSession(**fields)
@@ -378,8 +374,20 @@ class TurnHarness:
         assert record.ended_at is not None, f"{turn_id} is {record.status} after {WAIT_S} s"
         return record
 
+    async def begin(self, *scripts: Scripts, **fields: Any) -> tuple[str, str]:
+        """Append scripts to those of the model, submit a turn in a new session, and return the ids of both."""
+        if scripts:
+            assert self.model is not None
+            self.model.then(*scripts)
+        session_id = await self.session()
+        return session_id, await self.submit(session_id, **fields)
+
     async def run(self, session_id: str, content: str = "hello", **fields: Any) -> TurnRecord:
         return await self.ended(session_id, await self.submit(session_id, content, **fields))
+
+    async def answer(self, *scripts: Scripts, **fields: Any) -> TurnRecord:
+        """Append scripts to those of the model, and run a turn in a new session."""
+        return await self.ended(*await self.begin(*scripts, **fields))
 
     async def events(self, session_id: str | None = None, turn_id: str | None = None) -> list[dict[str, Any]]:
         """Return all events in the log, or those of one session or turn."""
@@ -411,6 +419,11 @@ class TurnHarness:
         await self.seen("permission.request", count)
         return (await self.turns.list_permissions()).permissions
 
+    async def decide(self, decision: Literal["allow", "deny"], *, scope: Literal["once", "session"] = "once") -> None:
+        """Wait for a permission request, and decide the only pending one."""
+        (permission,) = await self.asked()
+        await self.turns.decide(permission.permission_id, Decision(decision=decision, scope=scope))
+
     async def snapshot(self, session_id: str) -> SessionSnapshot:
         return await self.store.read(lambda reading: sessions.read_snapshot(reading, session_id))
 
@@ -439,7 +452,7 @@ async def daemon(
     tools = toolbox or ScriptedToolbox()
     parts: dict[str, Any] = {"store": store, "upstream": far, "toolbox": tools, "limits": allowed}
     turns = TurnRunner(**parts, retry_s=retry_s, tools_start_s=tools_start_s)
-    made = TurnHarness(store, log, far, tools, turns)
+    made = TurnHarness(store, log, None if isinstance(upstream, str) else upstream, tools, turns)
     await made.turns.start()
     try:
         yield made

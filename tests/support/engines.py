@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,15 +24,14 @@ from lmx_lab.engine import (
     Tool,
     ToolUse,
 )
-from lmx_lab.engine.interface import InferenceEngine
-from lmx_lab.engine.llama_cpp.engine import LlamaCppCore, LlamaCppEngine
+from lmx_lab.engine.engines import engine_for
+from lmx_lab.engine.llama_cpp.engine import LlamaModel
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
-from lmx_lab.engine.model_control import ModelControl
-from lmx_lab.engine.registry import engine_for
+from lmx_lab.engine.model import Engine
 from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.speeds import Speeds
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import Format, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import Format, Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta
 from lmx_lab.weights import Catalog
 
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
 
     from lmx_lab.engine.grammar.compile import GrammarCompiler
     from lmx_lab.engine.mlx.engine import MlxEngine
-    from lmx_lab.engine.mlx.state import MlxCore
-    from lmx_lab.engine.mlx.thread import EngineThread
+    from lmx_lab.engine.mlx.loop import GenerationLoop
+    from lmx_lab.engine.mlx.thread import MlxThread
 
 T = TypeVar("T")
 GREEDY = Sampling(temperature=0)
@@ -54,7 +53,7 @@ PROMPT = TokenPrompt(tokens=(300, 301, 302))
 TWO_SLOTS = Settings(slots=2, queue_limit=2)
 
 
-def engine_of(manager: ModelManager, format: Format) -> InferenceEngine:
+def engine_of(manager: ModelManager, format: Format) -> Engine:
     """Return the engine that runs models of this format."""
     return manager.engine(engine_for(format).name)
 
@@ -67,13 +66,28 @@ def mlx_engine(manager: ModelManager) -> MlxEngine:
     return engine
 
 
-def mlx_thread(manager: ModelManager) -> EngineThread:
-    return mlx_engine(manager)._thread
+def mlx_thread(owner: ModelManager | MlxEngine) -> MlxThread:
+    thread = (mlx_engine(owner) if isinstance(owner, ModelManager) else owner)._thread
+    assert thread is not None
+    return thread
+
+
+def generating(thread: MlxThread) -> GenerationLoop:
+    """Return the loop of the only chat model in memory."""
+    (loop,) = thread._loops()
+    return loop
+
+
+async def load_entry(
+    manager: ModelManager, entry: ModelEntry, spec: LoadSpec | None = None, **options: Any
+) -> LoadReport:
+    """Load a model whose files are known."""
+    return await manager.load(spec or LoadSpec(model=entry.id), entry, **options)
 
 
 async def pin(manager: ModelManager, entry: ModelEntry) -> LoadReport:
     """Load a model beside the main one."""
-    return await manager.load_entry(entry, LoadSpec(model=entry.id, pin=entry.kind))
+    return await load_entry(manager, entry, LoadSpec(model=entry.id, pin=entry.kind))
 
 
 def request(**changes: Any) -> GenerationRequest:
@@ -88,6 +102,11 @@ def numbers(count: int, *, start: int = 1000) -> TokenPrompt:
 async def run(manager: ModelManager, **changes: Any) -> tuple[str, GenerationReport]:
     stream = await manager.submit(request(**changes))
     return await finish(stream)
+
+
+async def text_of(manager: ModelManager, tokens: Sequence[int]) -> str:
+    """Return the text of token ids as the main model's tokenizer shows it."""
+    return await manager.with_model(request(), lambda model: model.decode(tokens))
 
 
 async def finish(stream: Answer) -> tuple[str, GenerationReport]:
@@ -129,7 +148,7 @@ async def engine_paused(manager: ModelManager) -> AsyncIterator[None]:
     """Pause the engine thread within the block. Afterwards it performs all queued commands before its next step."""
     stopped, resume = threading.Event(), threading.Event()
 
-    def stop(core: MlxCore) -> None:
+    def stop(_: MlxThread) -> None:
         stopped.set()
         resume.wait()
 
@@ -154,9 +173,8 @@ async def unload_when_idle_for(manager: ModelManager, idle_s: float | None) -> N
     """Change the setting of a manager that is running."""
     manager.settings = replace(manager.settings, idle_unload_s=idle_s)
 
-    async def change(control: ModelControl) -> None:
-        control.settings = manager.settings
-        control._set_idle_timer()
+    async def change() -> None:
+        manager._set_idle_timer()
 
     await manager._run(change)
 
@@ -164,8 +182,8 @@ async def unload_when_idle_for(manager: ModelManager, idle_s: float | None) -> N
 async def fail_next_step(manager: ModelManager, exc: BaseException) -> None:
     """Make the next forward pass raise an error."""
 
-    def break_model(core: MlxCore) -> None:
-        batch = core.generating.batch
+    def break_model(thread: MlxThread) -> None:
+        batch = generating(thread).batch
         assert batch is not None
 
         def fail() -> None:
@@ -185,22 +203,21 @@ def entry_of(path: Path, id_: str = "tiny") -> ModelEntry:
     return replace(Catalog(Settings()).resolve(str(path)), id=id_)
 
 
-def llama_core(manager: ModelManager) -> LlamaCppCore:
-    engine = manager.engine("llama.cpp")
-    assert isinstance(engine, LlamaCppEngine)
-    assert engine._core is not None
-    return engine._core
+def llama_model(manager: ModelManager, kind: Kind = "chat") -> LlamaModel:
+    """Return the model of this kind in memory, which runs on llama.cpp."""
+    model = manager.model_for(None, (kind,))
+    assert isinstance(model, LlamaModel)
+    return model
 
 
 def process_of(manager: ModelManager) -> LlamaProcess:
-    """Return the process of the main model."""
-    core = llama_core(manager)
-    assert core._main is not None
-    return core._main.hosted.process
+    """Return the process of the chat model."""
+    return llama_model(manager).tokenizer.process
 
 
-def system_process_of(manager: ModelManager) -> psutil.Process:
-    return psutil.Process(process_of(manager)._process.pid)
+def system_process_of(owner: ModelManager | LlamaModel) -> psutil.Process:
+    process = process_of(owner) if isinstance(owner, ModelManager) else owner.tokenizer.process
+    return psutil.Process(process._process.pid)
 
 
 PLACE_KINDS = ["river", "mountain"]

@@ -453,6 +453,13 @@ class Responses(Format):
     can = Chat.can - {"stop"}
     varying = frozenset({"id", "call_id", "created_at", "completed_at", "input_tokens_details"})
     stream_codes = dict.fromkeys(("internal-error", "lmx-timeout", "no-model-loaded"), "server_error")
+    ENDS: ClassVar = {
+        "message": ["output_text.done", "content_part.done"],
+        "reasoning": ["reasoning_summary_text.done", "reasoning_summary_part.done"],
+        "function_call": ["function_call_arguments.done"],
+        "custom_tool_call": ["custom_tool_call_input.done"],
+    }
+    """The events at the end of each type of item."""
 
     def body(self, request: Request, *, stream: bool) -> dict[str, Any]:
         named = {"type": "function", "name": request.choice}
@@ -501,19 +508,24 @@ class Responses(Format):
             kind = event["type"].removeprefix("response.")
             if kind == "output_item.added":
                 assert event["output_index"] == len(items)
-                assert event["item"]["status"] == "in_progress"
-                items.append(event["item"])
-                pieces = ""
+                item = event["item"]
+                assert (item["status"], item.get("content", []), item.get("summary", [])) == ("in_progress", [], [])
+                items.append(item)
+                pieces, ends = "", list[str]()
             elif kind == "output_item.done":
                 assert self._content(event["item"]) == pieces
+                assert ends == self.ENDS[event["item"]["type"]]
                 items[-1] = items[-1] | event["item"]
                 assert items[-1] == event["item"]
             else:
                 assert (event["output_index"], event["item_id"]) == (len(items) - 1, items[-1]["id"])
                 pieces += event.get("delta", "")
-                parts = [part for part in (event, event.get("part", {})) if kind.endswith(".done")]
-                shown = [part[name] for part in parts for name in ("text", "arguments", "input") if name in part]
-                assert shown == [pieces] * len(shown)
+                if kind.endswith(".done"):
+                    ends.append(kind)
+                    part = event.get("part", event)
+                    assert [part[name] for name in ("text", "arguments", "input") if name in part] == [pieces]
+                if kind == "function_call_arguments.done":
+                    assert event["name"] == items[-1]["name"]
         assert whole["output"] == items
         return whole
 
@@ -530,7 +542,8 @@ class Responses(Format):
     def answer(self, body: Any) -> Answer:
         items, usage = body["output"], body["usage"]
         is_cut = body["status"] == "incomplete"
-        assert body["object"] == "response"
+        assert (body["object"], body["id"][:5]) == ("response", "resp_")
+        assert body["completed_at"] >= body["created_at"] > 0
         assert is_cut or body["status"] == "completed"
         assert body["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]

@@ -16,16 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gguf import (
-    GGML_QUANT_SIZES,
-    MODEL_ARCH,
-    GGMLQuantizationType,
-    GGUFWriter,
-    PoolingType,
-    SpecialVocab,
-    TensorNameMap,
-    TokenType,
-)
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, PoolingType, TensorNameMap, TokenType
 from safetensors.numpy import load_file
 
 import tests.support.models
@@ -286,21 +277,19 @@ def write_tiny_gguf(target: Path, starter: Path, tokenizer_from: Path, *, seed: 
         write_tiny_llama(Path(name) / "tiny", tokenizer_from, seed=seed)
         config = json.loads((Path(name) / "tiny" / "config.json").read_text())
         weights = load_file(Path(name) / "tiny" / "model.safetensors")
-    writer = GGUFWriter(target, "llama")
-    _add_shape(writer, config)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    heads, width = config["num_attention_heads"], config["hidden_size"]
     # The rows of each head, from MLX's two halves to llama.cpp's pairs that are rotated together.
     for key in (key for key in weights if key.endswith(("q_proj.weight", "k_proj.weight"))):
-        halves = weights[key].reshape(config["num_attention_heads"], 2, -1, config["hidden_size"])
+        halves = weights[key].reshape(heads, 2, -1, width)
         weights[key] = halves.swapaxes(1, 2).reshape(weights[key].shape)
-    for key, array in weights.items():
-        writer.add_tensor(_name(key, MODEL_ARCH.LLAMA), array)
-    _finish(writer)
+    metadata = _shape("llama", config) | {
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "llama.rope.dimension_count": width // heads,
+    }
+    file = _file(metadata, {_name(key, MODEL_ARCH.LLAMA): array for key, array in weights.items()})
     tokenizer = {key: value for key, value in read_gguf(starter).values.items() if key.startswith("tokenizer.")}
-    written = read_gguf(target)
-    GgufFile(values={**written.values, **tokenizer}, tensors=written.tensors).written(target)
+    replace(file, values={**file.values, **tokenizer}).written(target)
 
 
 def write_minilm_gguf(target: Path, folder: Path) -> None:
@@ -338,49 +327,53 @@ def _write_bert(
     target: Path, vocabulary: Path, config: Mapping[str, Any], weights: Arrays, *, pooling: PoolingType, head: Arrays
 ) -> None:
     """Write a BERT model. ``weights`` has the names of safetensors, ``head`` those of llama.cpp."""
-    writer = GGUFWriter(target, "bert")
-    _add_shape(writer, config)
-    writer.add_layer_norm_eps(config["layer_norm_eps"])
-    writer.add_causal_attention(False)
-    writer.add_pooling_type(pooling)
-    _add_word_pieces(writer, vocabulary)
+    metadata = _shape("bert", config) | {
+        "bert.attention.layer_norm_epsilon": config["layer_norm_eps"],
+        "bert.attention.causal": False,
+        "bert.pooling_type": pooling,
+    }
+    arrays: dict[str, npt.NDArray[Any]] = {}
     for key, array in weights.items():
         wide = array.ndim == 2 and "position" not in key and "token_type" not in key
-        writer.add_tensor(_name(key, MODEL_ARCH.BERT), array.astype(np.float16) if wide else array)
-    for key, array in head.items():
-        writer.add_tensor(key, array)
-    _finish(writer)
+        arrays[_name(key, MODEL_ARCH.BERT)] = array.astype(np.float16) if wide else array
+    _file(metadata | _word_pieces(vocabulary), {**arrays, **head}).written(target)
 
 
-def _add_shape(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
+def _shape(architecture: str, config: Mapping[str, Any]) -> dict[str, Value]:
+    names = {
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "block_count": "num_hidden_layers",
+        "attention.head_count": "num_attention_heads",
+    }
+    values = {f"{architecture}.{name}": config[known] for name, known in names.items()}
+    return {"general.architecture": architecture, **values}
 
 
-def _add_word_pieces(writer: GGUFWriter, folder: Path) -> None:
-    """Convert the vocabulary: llama.cpp marks the start of a word, BERT its continuation."""
+def _word_pieces(folder: Path) -> dict[str, Value]:
+    """Return the vocabulary as metadata: llama.cpp marks the start of a word, BERT its continuation."""
     words = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
     special = [f"[{name}]" for name in ("UNK", "SEP", "PAD", "MASK", "CLS")]
-    writer.add_tokenizer_model("bert")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(
-        [word.removeprefix("##") if word.startswith("##") or word in special else f"▁{word}" for word in words]
-    )
-    writer.add_token_types([TokenType.CONTROL if word in special else TokenType.NORMAL for word in words])
-    writer.add_token_type_count(2)
-    # Also whether they are added around a text, which llama.cpp uses to build the pairs of a reranker.
-    kinds = ("bos", "eos", "unk", "sep", "pad", "mask")
-    SpecialVocab(folder, special_token_types=kinds).add_to_gguf(writer, quiet=True)
+    pieces = [word.removeprefix("##") if word.startswith("##") or word in special else f"▁{word}" for word in words]
+    # The name of the separator is spelled as in the format.
+    ids = {"bos": "CLS", "eos": "SEP", "unknown": "UNK", "seperator": "SEP", "padding": "PAD", "mask": "MASK"}
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [TokenType.CONTROL if word in special else TokenType.NORMAL for word in words],
+        "tokenizer.ggml.token_type_count": 2,
+        **{f"tokenizer.ggml.{name}_token_id": words.index(f"[{word}]") for name, word in ids.items()},
+        # llama.cpp uses them to build the pairs of a reranker.
+        **{f"tokenizer.ggml.add_{name}_token": name != "sep" for name in ("bos", "eos", "sep")},
+    }
 
 
-def _finish(writer: GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def _file(metadata: Mapping[str, Value], arrays: Mapping[str, npt.NDArray[Any]]) -> GgufFile:
+    kinds = {"float32": GGMLQuantizationType.F32, "float16": GGMLQuantizationType.F16}
+    tensors = {name: (array.shape[::-1], kinds[array.dtype.name], array.tobytes()) for name, array in arrays.items()}
+    return gguf_file(metadata, tensors)
 
 
 def _name(key: str, architecture: MODEL_ARCH) -> str:
@@ -493,7 +486,7 @@ def store_copy(home: Path, original: Path, copy: QuantizedCopy) -> Path:
     return folder / "model.gguf"
 
 
-def gguf_bytes(metadata: Mapping[str, Value], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+def gguf_file(metadata: Mapping[str, Value], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> GgufFile:
     """Return a GGUF file; a tensor is (shape with the contiguous dimension first, type number, data)."""
     return GgufFile(
         values={key: packed(value) for key, value in metadata.items()},
@@ -503,7 +496,11 @@ def gguf_bytes(metadata: Mapping[str, Value], tensors: Mapping[str, tuple[tuple[
             )
             for name, (shape, kind, content) in tensors.items()
         },
-    ).content()
+    )
+
+
+def gguf_bytes(metadata: Mapping[str, Value], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+    return gguf_file(metadata, tensors).content()
 
 
 def random_tensor(kind: str, *shape: int) -> tuple[tuple[int, ...], int, bytes]:

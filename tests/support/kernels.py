@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import httpx2
 from jupyter_client.manager import KernelManager
 from traitlets.config import Config
 
@@ -29,18 +30,7 @@ def without_ports() -> Config:
     return Config({"KernelManager": {"transport": "ipc", "ip": str(files)}})
 
 
-def a_kernel() -> KernelManager:
-    """Return the manager of a kernel that is not started yet."""
-    return KernelManager(kernel_name="python3", config=without_ports())
-
-
 WAIT_S = 60
-
-
-def setting(module: str, **constants: Any) -> str:
-    """Return a program text that sets constants of a module. It fails if the module does not have one of them."""
-    changes = [f"module.{name}; module.{name} = {value!r}" for name, value in constants.items()]
-    return "; ".join([f"import importlib; module = importlib.import_module({module!r})", *changes])
 
 
 @dataclass
@@ -52,7 +42,14 @@ class Output:
     error: str | None = None
     message: str = ""
     traceback: list[str] = field(default_factory=list)
+    """Lines without colours."""
     shown: list[dict[str, Any]] = field(default_factory=list)
+    """What was displayed, and the value of the last expression."""
+    value: dict[str, Any] | None = None
+    """The value of the last expression."""
+    kinds: list[str] = field(default_factory=list)
+    """The types of the messages."""
+    ended: bool = False
 
 
 class Notebook:
@@ -66,10 +63,13 @@ class Notebook:
         """
         self.home = home
         self.stderr = ""
-        self.manager = a_kernel()
+        self.on_comm: Callable[[str, dict[str, Any]], None] = lambda comm, data: None
+        """Receives the id of a widget's comm, and the data of a message that the kernel has sent through it."""
+        self.manager = KernelManager(kernel_name="python3", config=without_ports())
         # A kernel is terminated after half of this time; the tests check that it ends by itself.
         self.manager.shutdown_wait_time = 2 * WAIT_S
-        self._asked = ""
+        self._cells: dict[str, Output] = {}
+        self._last = Output()
         self.manager.start_kernel(cwd=folder and str(folder), env={**environ, "LMX_LAB_HOME": str(home)})
         self.client = self.manager.client()
         self.client.start_channels()
@@ -77,31 +77,48 @@ class Notebook:
         provisioner: Any = self.manager.provisioner
         self.process = provisioner.process
 
-    def start(self, code: str) -> None:
-        self._asked = self.client.execute(textwrap.dedent(code), store_history=False)
+    def start(self, code: str) -> Output:
+        """Run a cell without waiting."""
+        cell = self.client.execute(textwrap.dedent(code), store_history=False)
+        self._last = self._cells[cell] = Output()
+        return self._last
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Process the kernel's messages until a condition is true."""
+        while not condition():
+            self._take(self.client.get_iopub_msg(timeout=WAIT_S))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind, content, parent = message["msg_type"], message["content"], message["parent_header"].get("msg_id")
+        if kind == "status":
+            # Other requests than those of cells end too, such as those that ask whether the kernel is ready.
+            if content["execution_state"] == "idle" and parent in self._cells:
+                self._cells[parent].ended = True
+            return
+        if kind == "comm_msg":
+            self.on_comm(content["comm_id"], content["data"])
+        if kind in ("comm_msg", "comm_open", "comm_close", "execute_input"):
+            return
+        output = self._cells.get(parent, self._last)
+        output.kinds.append(kind)
+        if kind == "stream" and content["name"] == "stdout":
+            output.text += content["text"]
+        elif kind == "stream":
+            output.stderr += content["text"]
+            self.stderr += content["text"]
+        elif kind == "error":
+            output.error, output.message = content["ename"], content["evalue"]
+            output.traceback = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"])).splitlines()
+        elif kind == "update_display_data" and "lmx-snapshot" in content.get("data", {}).get("text/html", ""):
+            pass  # An update of an earlier output.
+        elif kind in ("display_data", "execute_result", "update_display_data"):
+            output.shown.append(content["data"])
+            output.value = content["data"] if kind == "execute_result" else output.value
 
     def read(self, until: str | None = None) -> Output:
-        """Return the output up to a text, or to the end of the cell."""
-        output = Output()
-        while until is None or until not in output.text:
-            message = self.client.get_iopub_msg(timeout=WAIT_S)
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream" and content["name"] == "stdout":
-                output.text += content["text"]
-            elif kind == "stream":
-                output.stderr += content["text"]
-                self.stderr += content["text"]
-            elif kind == "error":
-                output.error, output.message = content["ename"], content["evalue"]
-                output.traceback = "\n".join(content["traceback"]).splitlines()
-            elif kind == "update_display_data" and "lmx-snapshot" in content.get("data", {}).get("text/html", ""):
-                pass  # An update of an earlier output.
-            elif kind in ("display_data", "execute_result", "update_display_data"):
-                output.shown.append(content["data"])
-            # During the start, several requests have asked whether the kernel is ready; their replies are skipped.
-            is_of_cell = message["parent_header"].get("msg_id") == self._asked
-            if kind == "status" and content["execution_state"] == "idle" and is_of_cell:
-                break
+        """Return the output of the last cell up to a text, or to its end."""
+        output = self._last
+        self.until(lambda: output.ended or (until is not None and until in output.text))
         return output
 
     def run(self, code: str) -> str:
@@ -118,7 +135,7 @@ class Notebook:
         return output
 
     def interrupt(self, code: str) -> Output:
-        """Run a cell until it has printed "started", press the stop button, and return the rest of its output."""
+        """Run a cell until it has printed "started", press the stop button, and return its output."""
         self.start(code)
         self.read(until="started")
         self.manager.interrupt_kernel()
@@ -136,9 +153,4 @@ class Notebook:
 
 
 def healthz(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", "/healthz")
-        return connection.getresponse().status
-    finally:
-        connection.close()
+    return httpx2.get(f"http://127.0.0.1:{port}/healthz", timeout=30).status_code

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,22 +70,33 @@ def forbid_waits_on_loops(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(kind, name, guarded(getattr(kind, name)))
 
 
+def is_idle(lab: Lab) -> bool:
+    """Return whether no request is running or queued."""
+    return manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests == 0
+
+
 def wait_until_idle(lab: Lab) -> None:
-    until(lambda: manager_of(lab).snapshot.active_requests + manager_of(lab).snapshot.queued_requests == 0)
+    until(lambda: is_idle(lab))
+
+
+@contextmanager
+def events_of(lab: Lab, *include: str, headers: Mapping[str, str] | None = None) -> Iterator[Iterator[dict[str, Any]]]:
+    """Yield the events from now on, after the first one."""
+    query = {"include": ",".join(include)} if include else None
+    with httpx2.stream("GET", f"{lab.url}/admin/events", params=query, headers=headers, timeout=60) as response:
+        events = (json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line)
+        next(events)
+        yield events
 
 
 @contextmanager
 def watching(lab: Lab) -> Iterator[list[dict[str, Any]]]:
     """Yield a list to which the request events from now on are appended."""
     seen: list[dict[str, Any]] = []
-    with httpx2.stream("GET", f"{lab.url}/admin/events?include=requests", timeout=60) as response:
-        lines = response.iter_lines()
-        next(lines)
+    with events_of(lab, "requests") as events:
 
         def read() -> None:
-            for line in lines:
-                if '"type":"request"' in line:
-                    seen.append(json.loads(line.removeprefix("data: ")))
+            seen.extend(event for event in events if event["type"] == "request")
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()

@@ -108,7 +108,39 @@ async def open_harness(tmp_path: Path) -> AsyncIterator[McpHarness]:
         assert left_over() == []
 
 
-def killed_daemon(program: str, folder: Path, *arguments: str) -> Any:
+DAEMON = """
+import asyncio, json, os, signal, sys
+from pathlib import Path
+from lmx_lab.daemon.storage.store import Store
+from tests.support.mcp import McpHarness, hostile
+
+async def main():
+    folder, how = Path(sys.argv[1]), sys.argv[2]
+    harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
+    await harness.again()
+    for name in ("one", "two"):
+        await harness.ready(hostile("ignore_term", name=name))
+    pids = [server.pid for server in (await harness.servers.list_servers()).servers]
+    for name in ("one", "two"):
+        pids += json.loads((await harness.call(f"{name}__family")).text)
+    if how == "at start":
+        # The mark of this server is not known to anything but its environment.
+        await harness.servers.add(hostile("mute", name="three", start_timeout_s=600.0))
+        pids.append((await harness.until("three", lambda record: record.pid is not None)).pid)
+    print(json.dumps({"servers": pids, "watchdog": harness.processes.watchdog_pid}), flush=True)
+    if how == "fork" and os.fork() == 0:
+        # Like a worker of multiprocessing: it has copies of all of the daemon's descriptors.
+        signal.pause()
+    if how == "with its watchdog":
+        os.kill(harness.processes.watchdog_pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+"""A daemon with two servers, each of which has two children. It kills itself."""
+
+
+def killed_daemon(folder: Path, *arguments: str, program: str = DAEMON) -> Any:
     """Run a program with servers that kills itself, and return the line of JSON that it has printed."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", program, str(folder), *arguments]

@@ -185,6 +185,12 @@ class Scripted:
         with self._changed:
             self._scripts += scripts
 
+    def play(self, *scripts: Scripts) -> None:
+        """Answer with these scripts from now on, as if there were no requests before."""
+        with self._changed:
+            self._scripts = list(scripts)
+            self.bodies.clear()
+
     async def until(self, true: Callable[[], bool]) -> None:
         """Wait for a condition of this server's attributes."""
 

@@ -16,13 +16,15 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from lmx_lab.engine.sandbox import shared_pool
+from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.weights.facts import read_folder
 
 # Imported by the function that needs it, because it imports mlx-lm, and fast tests import this file.
 if TYPE_CHECKING:
-    from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
+    from lmx_lab.engine.encoders import LoadedEncoder
+    from lmx_lab.engine.texts import TextTokens
 
 TINY_ENTRY = ModelEntry(
     id="tiny",
@@ -36,6 +38,19 @@ TINY_ENTRY = ModelEntry(
     source="store",
 )
 """A model that does not exist, for tests that do not load it."""
+
+
+def in_memory(main: ModelEntry | None, *pinned: ModelEntry, **numbers: Any) -> EngineSnapshot:
+    """Return the state of a lab with these models; ``numbers`` are fields of the main model's or of the whole state."""
+    whole = EngineSnapshot.__dataclass_fields__
+    of_model = {name: numbers.pop(name) for name in list(numbers) if name not in whole}
+    others = tuple(ModelState(entry=entry, memory_bytes=1, pinned=True) for entry in pinned)
+    if main is None:
+        return EngineSnapshot(models=others, **numbers)
+    state = ModelState(entry=main, **{"memory_bytes": 1, **of_model})
+    return EngineSnapshot(state="ready", models=(*others, state), main=state, **numbers)
+
+
 TINY_CONTEXT = 512
 
 

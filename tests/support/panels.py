@@ -10,21 +10,23 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
+from html.parser import HTMLParser
 from typing import Any, Self
 
 from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
-from lmx_lab.panels.workbench import Workbench
+from lmx_lab.panels.summary import FIELDS
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
-from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, Vectors
+from lmx_lab.values.outputs import Delta, FinishReason, Vectors
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.events import EVENT_CLASSES
 from lmx_lab.wire.rerank import RerankBody
+from tests.support.asking import report
 
 WAIT_S = 60.0
 QUICK = {"tick_s": 0.05, "frame_s": 0.02}
@@ -147,25 +149,15 @@ def delta(text: str = "", *, tokens: int = 1, reasoning: str = "") -> Delta:
 
 def cost(reason: FinishReason = "stop", tokens: int = 2) -> FinishedAnswer:
     """The end of an answer at 31.5 tok/s."""
-    report = GenerationReport(
-        model="tiny",
-        finish_reason=reason,
-        prompt_tokens=9,
-        cached_tokens=0,
-        output_tokens=tokens,
-        queue_s=0.0,
-        prefill_s=0.1,
-        ttft_s=0.12,
-        decode_s=tokens / 31.54,
-        peak_memory_bytes=0,
-    )
+    usual = report(prompt=9, output=tokens, decode_s=tokens / 31.54, finish=reason)
+    measured = replace(usual, prefill_s=0.1, ttft_s=0.12)
     return FinishedAnswer(
         text="",
         model="tiny",
         finish_reason=reason,
-        usage=usage([[report]]),
-        timings=timings([[report]]),
-        ttft_s=report.ttft_s,
+        usage=usage([[measured]]),
+        timings=timings([[measured]]),
+        ttft_s=measured.ttft_s,
     )
 
 
@@ -174,6 +166,62 @@ def record(model: str, **fields: Any) -> ModelRecord:
     return ModelRecord(
         **{"id": model, "path": f"/{model}", "quantization": None, "context_length": 512, **plain, **fields}
     )
+
+
+def server_sample(at: float, **fields: Any) -> Sample:
+    """A sample of the server whose other fields are zero."""
+    return Sample(at=at, **{**dict.fromkeys(FIELDS, 0), **fields})
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours in hexadecimal notation, as WCAG 2.2 defines it."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """The elements and the text of a page. Every element must be closed by its own end tag."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag for tag, _ in self.elements]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all elements and of their attributes."""
+        return {name for tag, attributes in self.elements for name in (tag, *attributes)}
 
 
 class Refused(Exception):
@@ -186,9 +234,8 @@ class Refused(Exception):
 class Reader:
     """Sends requests to a panel as a view does, and waits for its state."""
 
-    def __init__(self, panel: Panel, workbench: Workbench) -> None:
+    def __init__(self, panel: Panel) -> None:
         self.panel = panel
-        self._workbench = workbench
         self._numbers = map(str, itertools.count())
         self._replies: dict[str, queue.SimpleQueue[Any]] = {}
         self._changed = threading.Condition()
@@ -231,7 +278,7 @@ class Reader:
             for value in given:
                 await values.put(value)
 
-        self._workbench.submit(put()).result(WAIT_S)
+        self.panel.workbench.submit(put()).result(WAIT_S)
 
     def _receive(self, content: Any, *_rest: Any) -> None:
         self._replies[content["id"]].put(content)

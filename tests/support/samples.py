@@ -12,6 +12,7 @@ from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts
 from lmx_lab.server.inference import RequestEnd
 from lmx_lab.values.outputs import Delta, GenerationReport
+from lmx_lab.values.timeline import EngineStep, RequestTimeline
 from lmx_lab.wire.admin import RequestEvent
 
 
@@ -93,3 +94,12 @@ def request_end(
         **dict.fromkeys(("tokens_per_second", "ttft_ms"), 0.0),
     }
     return RequestEnd(event=RequestEvent(**defaults | event), report=report, request=request, deltas=deltas)
+
+
+def request_timeline(*steps: EngineStep, **changes: Any) -> RequestTimeline:
+    defaults: dict[str, Any] = {
+        **{"request_id": "r", "index": 0, "model": "m", "at": 100.0, "outcome": "stop", "code": None},
+        **{"stop_string": False, "prompt_tokens": 4, "cached_tokens": 0, "output_tokens": 1},
+        **{"queue_s": 1.0, "prefill_s": 0.5, "decode_s": 0.5},
+    }
+    return RequestTimeline(**defaults | changes, steps=steps)

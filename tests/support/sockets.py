@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -281,19 +281,38 @@ def post(
 PIECE = 4096
 
 
-class Through(httpx2.AsyncBaseTransport):
+Sending = Callable[[httpx2.Request], Awaitable[httpx2.Response]]
+
+
+class Network(httpx2.AsyncBaseTransport):
+    """An HTTP transport over the network.
+
+    Args:
+        handle: Sends each request by the function that it is given; it can delay, change or lose requests and answers.
+    """
+
+    def __init__(self, handle: Callable[[httpx2.Request, Sending], Awaitable[httpx2.Response]]) -> None:
+        self._network = httpx2.AsyncHTTPTransport()
+        self._handle = handle
+        self.closings = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        return await self._handle(request, self._network.handle_async_request)
+
+    async def aclose(self) -> None:
+        self.closings += 1
+        await self._network.aclose()
+
+
+class Through(Network):
     """An HTTP transport whose connections go through the proxy. Requests still name the daemon as their host."""
 
     def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
-        self._network = httpx2.AsyncHTTPTransport()
+        async def handle(request: httpx2.Request, send: Sending) -> httpx2.Response:
+            request.url = request.url.copy_with(port=proxy.port)
+            return await send(request)
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        request.url = request.url.copy_with(port=self._proxy.port)
-        return await self._network.handle_async_request(request)
-
-    async def aclose(self) -> None:
-        await self._network.aclose()
+        super().__init__(handle)
 
 
 class Proxy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,14 @@ from lmx_lab.values.models import ModelEntry
 from tests.support import gguf
 from tests.support.gguf import (
     TEMPLATE_KEY,
-    foreign,
     kept,
     read_gguf,
     split_gguf,
-    truncated,
-    unknown_architecture,
-    with_context,
     with_template,
     with_tokens,
     with_values,
 )
-from tests.support.model_server import NoServerError, raw_server
+from tests.support.model_server import raw_server
 from tests.support.models import MARKERS, THINKER_TEMPLATE, embed, load
 
 pytestmark = pytest.mark.slow
@@ -71,10 +67,6 @@ def test_the_tiny_llama_says_what_mlx_says_with_the_same_weights(tiny_server: ht
     for _ in range(24):
         ids.append(int(np.argmax(np.array(model(mx.array([ids]))[0, -1]))))
     assert said(tiny_server, prompt, 24) == ids[len(prompt) :]
-
-
-def test_the_tiny_llama_goes_on_as_long_as_it_is_asked_to(tiny_server: httpx2.Client) -> None:
-    assert len(said(tiny_server, [1], 400)) == 400
 
 
 def test_the_tiny_llama_reads_and_writes_chats_as_smollm2(
@@ -133,14 +125,6 @@ def test_tokens_can_become_markers_of_thoughts_and_calls(tiny_gguf: Path, tmp_pa
         assert prompt_of(client, chat_template_kwargs={"open_thoughts": True}).endswith("<think>\n")
 
 
-@pytest.mark.parametrize(("made_for", "possible"), [(512, 512), (2048, 2048), (4096, 3072)])
-def test_the_context_is_what_the_file_says_and_memory_allows(
-    tiny_gguf: Path, tmp_path: Path, made_for: int, possible: int
-) -> None:
-    with raw_server(with_context(tiny_gguf, made_for, tmp_path), n_ctx=3072) as client:
-        assert client.get("/props").json()["default_generation_settings"]["n_ctx"] == possible
-
-
 def test_minilm_embeds_as_on_mlx(minilm_gguf: Path, minilm: ModelEntry) -> None:
     texts = ["A cat sits on the mat.", "Kittens rest on rugs.", "Shares fell sharply on Monday.", "Ünïcode, CAFÉ 東京!"]
     with raw_server(minilm_gguf, embedding=True) as client:
@@ -166,11 +150,6 @@ def test_the_reranker_scores_each_pair_as_bert_writes_it(reranker: httpx2.Client
     assert [item["embedding"][0][0] for item in raw] == pytest.approx([scores[at] for at in range(3)], abs=1e-4)
 
 
-def test_the_reranker_says_what_is_too_long_for_it(reranker: httpx2.Client) -> None:
-    reply = reranker.post("/v1/rerank", json={"query": "a", "documents": ["word " * 80]})
-    assert (reply.status_code, reply.json()["error"]["n_ctx"]) == (400, 64)
-
-
 @pytest.mark.parametrize(("parts", "empty_first"), [(2, False), (3, True), (20, False)])
 def test_a_set_of_parts_is_the_same_model(
     tiny_gguf: Path, tmp_path: Path, tiny_server: httpx2.Client, parts: int, empty_first: bool
@@ -180,29 +159,6 @@ def test_a_set_of_parts_is_the_same_model(
     assert all(bool(read_gguf(path).tensors) != (empty_first and path is paths[0]) for path in paths)
     with raw_server(paths[0], **EXACT) as client:
         assert said(client, [6403, 1980], 12) == said(tiny_server, [6403, 1980], 12)
-
-
-def test_a_set_without_a_part_is_refused_by_its_name(tiny_gguf: Path, tmp_path: Path) -> None:
-    first, _, last = split_gguf(tiny_gguf, 3, tmp_path)
-    last.unlink()
-    with pytest.raises(NoServerError, match=f"failed to load GGUF split from .*{last.name}"), raw_server(first):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("spoilt", "reason"),
-    [
-        (unknown_architecture, "unknown model architecture: 'zzzzz'"),
-        (truncated, "data is not within the file bounds"),
-        (lambda source, folder: truncated(source, folder, keep=0.001), "failed to read key-value pairs"),
-        (lambda source, folder: foreign(folder), "invalid magic characters"),
-    ],
-)
-def test_a_spoilt_file_is_refused_for_what_is_wrong_with_it(
-    tiny_gguf: Path, tmp_path: Path, spoilt: Callable[[Path, Path], Path], reason: str
-) -> None:
-    with pytest.raises(NoServerError, match=reason), raw_server(spoilt(tiny_gguf, tmp_path)):
-        pass
 
 
 def write_with_the_package(target: Path) -> None:

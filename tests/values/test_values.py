@@ -1,4 +1,4 @@
-"""Tests of loads and their reports, and of the states of engines, which are merged into one."""
+"""Tests of loads and their reports, and of the state of the models in memory."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -8,65 +8,46 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.errors import ArgumentError
-from lmx_lab.values.engine import COUNTERS, BlasReport, EngineSnapshot, PinnedModel, TokenTotals, merged
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
 from lmx_lab.values.models import ECHO, LoadOptions, LoadReport, LoadSpec
 from lmx_lab.wire.admin import load_spec
 from lmx_lab.wire.errors import invalid_request
+from tests.support.models import in_memory
 
-BLAS = BlasReport(name="openblas", detail="")
-PINNED = PinnedModel(entry=replace(ECHO, id="minilm", path=Path("minilm"), kind="embedding"), memory_bytes=1)
-
-
-def test_the_main_model_is_that_of_the_first_engine():
-    first = EngineSnapshot(state="ready", entry=ECHO, model_memory_bytes=5, context_length=7, slot_free_s=2.0)
-    found = merged([first, EngineSnapshot(state="dead", slot_free_s=9.0)])
-    assert (found.state, found.model, found.model_memory_bytes, found.context_length) == ("ready", "echo", 5, 7)
-    assert found.slot_free_s == 2.0
+MINILM = replace(ECHO, id="minilm", path=Path("minilm"), kind="embedding")
 
 
-@pytest.mark.parametrize("name", ["active_requests", "queued_requests", "memory_used_bytes"])
-def test_counts_are_added(name):
-    snapshots = [replace(EngineSnapshot(), **{name: value}) for value in (3, 4)]
-    assert getattr(merged(snapshots), name) == 7
+def test_the_state_of_the_main_model_and_the_sums_of_all():
+    now = in_memory(ECHO, MINILM, memory_bytes=5, context_length=7, slots=2, active_requests=1, prefix_cache_bytes=6)
+    assert (now.model, now.model_memory_bytes, now.context_length, now.slots) == ("echo", 5, 7, 2)
+    assert [each.entry.id for each in now.pinned] == ["minilm"]
+    assert (now.active_requests, now.queued_requests, now.requests, now.prefix_cache_bytes) == (1, 0, 1, 6)
+    busy = replace(now, models=tuple(replace(each, queued_requests=2, encode_requests=1) for each in now.models))
+    assert (busy.queued_requests, busy.requests, busy.encode_requests) == (4, 5, 2)
+
+
+def test_without_a_main_model_it_has_no_properties():
+    now = in_memory(None, MINILM)
+    assert (now.model, now.entry, now.model_memory_bytes, now.context_length, now.slots) == (None, None, 0, None, None)
+
+
+def test_a_model_is_stalled_only_while_it_has_requests():
+    waiting = in_memory(ECHO, active_requests=1, progress_at=10.0)
+    assert (waiting.stalled(30.0, 20.0), waiting.stalled(30.1, 20.0)) == (False, True)
+    assert not in_memory(ECHO, progress_at=10.0).stalled(1000.0, 20.0)
 
 
 def test_totals_are_added():
     totals = TokenTotals(**{name: 3 + at for at, name in enumerate(COUNTERS)})
-    found = merged([EngineSnapshot(totals=totals)] * 2).totals
-    assert found == TokenTotals(**{name: 2 * (3 + at) for at, name in enumerate(COUNTERS)})
-
-
-def test_the_memory_of_the_machine_is_not_added():
-    assert merged([EngineSnapshot(memory_total_bytes=value) for value in (3, 4)]).memory_total_bytes == 4
-
-
-def test_pinned_models_of_all_engines_are_listed():
-    other = replace(PINNED, memory_bytes=2)
-    assert merged([EngineSnapshot(pinned=(PINNED,)), EngineSnapshot(pinned=(other,))]).pinned == (PINNED, other)
-
-
-def test_the_blas_is_that_of_the_engine_that_has_one():
-    assert merged([EngineSnapshot(), EngineSnapshot(blas=BLAS)]).blas is BLAS
-
-
-def test_progress_is_that_of_the_slowest_engine_with_requests():
-    working = EngineSnapshot(active_requests=1, progress_at=10.0)
-    assert merged([EngineSnapshot(progress_at=20.0), working]).progress_at == 10.0
-    assert merged([EngineSnapshot(progress_at=20.0), EngineSnapshot(progress_at=10.0)]).progress_at == 20.0
-
-
-def test_a_merged_state_of_one_engine_is_unchanged():
-    snapshot = EngineSnapshot(
-        state="ready", entry=ECHO, pinned=(PINNED,), totals=TokenTotals(output_tokens=3), blas=BLAS
-    )
-    assert merged([snapshot]) == snapshot
+    totals.add(replace(totals))
+    assert totals == TokenTotals(**{name: 2 * (3 + at) for at, name in enumerate(COUNTERS)})
 
 
 def test_a_model_is_idle_only_if_it_was_unloaded_because_of_that():
     idle = EngineSnapshot(unloaded_model="tiny", unload_cause="idle")
     assert idle.idle_model == "tiny"
     assert replace(idle, unload_cause="requested").idle_model is None
-    assert replace(idle, entry=ECHO).idle_model is None
+    assert replace(idle, main=in_memory(ECHO).main).idle_model is None
 
 
 def test_only_options_that_were_changed_are_sent():
@@ -75,15 +56,17 @@ def test_only_options_that_were_changed_are_sent():
     assert LoadSpec(model="tiny", pin="chat").options == {}
 
 
-@pytest.mark.parametrize("name", ["pin", "adapters"])
-def test_an_unknown_option_of_a_load_is_refused_with_the_known_ones(name):
-    with pytest.raises(TypeError, match=rf"'{name}'.* are model, engine"):
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("pin", TypeError, "'pin'.* are model, engine"),
+        ("adapters", TypeError, "'adapters'.* are model, engine"),
+        ("engin", ArgumentError, r"'engin'; did you mean 'engine'\?"),
+    ],
+)
+def test_an_unknown_option_of_a_load_is_refused_with_the_known_ones(name, error, message):
+    with pytest.raises(error, match=message):
         load_spec("tiny", {name: "chat"})
-
-
-def test_an_option_that_is_misspelled_is_named():
-    with pytest.raises(ArgumentError, match=r"'engin'; did you mean 'engine'\?"):
-        load_spec("tiny", {"engin": "mlx"})
 
 
 def test_numbers_of_numpy_and_paths_are_options_of_a_load():
@@ -116,16 +99,10 @@ def test_requests_have_the_options_of_a_load():
         ({"model": ""}, "model: String should have at least 1 character"),
         ({"model": "tiny", "deterministic": 1}, "deterministic: Input should be a valid boolean (given: 1)"),
         ({"model": "tiny", "context_length": "5"}, "context_length: Input should be a valid integer (given: '5')"),
-        (
-            {"model": "tiny", "context_length": 0},
-            "context_length: Input should be greater than or equal to 1",
-        ),
+        ({"model": "tiny", "context_length": 0}, "context_length: Input should be greater than or equal to 1"),
         ({"model": "tiny", "pin": "chat"}, "pin: is not a field of this request"),
         ({"model": "tiny", "dtype": "float16"}, "dtype: is not a field of this request"),
-        (
-            dict.fromkeys(map(str, range(300)), 1),
-            "body: has 300 members, the limit is 256; send only",
-        ),
+        (dict.fromkeys(map(str, range(300)), 1), "body: has 300 members, the limit is 256; send only"),
     ],
 )
 def test_the_body_of_a_load_is_strict(given, problem):

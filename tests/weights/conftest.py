@@ -1,17 +1,15 @@
 """Fixtures that create small model folders, GGUF files and wheels."""
 
-import hashlib
-import json
-import zipfile
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from lmx_lab.weights.starters import STARTERS, Starter
-from tests.support.gguf import gguf_bytes, random_tensor
-from tests.support.models import LLAMA, safetensors_bytes
+from lmx_lab.weights.starters import STARTERS
+from tests.support.gguf import gguf_bytes, random_tensor, split_gguf, with_values
+from tests.support.hub import write_starter
+from tests.support.models import LLAMA, safetensors_bytes, write_json
 
 
 def byte_symbols():
@@ -65,20 +63,11 @@ def make_model():
     """Write a model folder that passes every check (config, one tensor, an empty tokenizer), and more files."""
 
     def make(path, config=None, files=None):
-        path.mkdir(parents=True, exist_ok=True)
-        contents = {"config.json": LLAMA | dict(config or {}), "tokenizer.json": {}} | dict(files or {})
-        for name, content in contents.items():
-            (path / name).parent.mkdir(exist_ok=True)
-            (path / name).write_text(json.dumps(content))
+        write_json(path, {"config.json": LLAMA | dict(config or {}), "tokenizer.json": {}} | dict(files or {}))
         (path / "model.safetensors").write_bytes(safetensors_bytes())
         return path
 
     return make
-
-
-@pytest.fixture
-def gguf():
-    return gguf_bytes
 
 
 @pytest.fixture
@@ -103,22 +92,17 @@ def tiny_llama():
 
 
 @pytest.fixture
-def write_split():
-    """Write a split file, ``STEM-00001-of-0000N.gguf`` etc., with all metadata in the first part, some tensors in each.
-
-    Change the header of a part with ``changes``, as in ``{2: {"split.no": 0}}``.
-    """
+def write_split(tmp_path):
+    """Write a file in parts of two tensors each; change the header of a part as in ``{2: {"split.no": 0}}``."""
 
     def write(stem, count=3, changes=None):
         tensors = {f"blk.{at}.attn_norm.weight": random_tensor("F32", HIDDEN) for at in range(2 * count)}
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        paths = [Path(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
-        for at, path in enumerate(paths):
-            split = {"split.no": at, "split.count": count, "split.tensors.count": len(tensors)}
-            metadata = (
-                (tiny_metadata(byte_symbols()) if at == 0 else {}) | split | dict((changes or {}).get(at + 1, {}))
-            )
-            path.write_bytes(gguf_bytes(metadata, dict(list(tensors.items())[2 * at : 2 * at + 2])))
+        source = tmp_path / "whole" / f"{stem.name}.gguf"
+        source.parent.mkdir(exist_ok=True)
+        source.write_bytes(gguf_bytes(tiny_metadata(byte_symbols()), tensors))
+        paths = split_gguf(source, count, stem.parent)
+        for number, values in (changes or {}).items():
+            with_values(paths[number - 1], paths[number - 1], values)
         return paths
 
     return write
@@ -141,26 +125,7 @@ def make_starter(wheels, tmp_path, make_model, monkeypatch):
     def make(contents=None, /, **fields):
         model = make_model(tmp_path / "original")
         files = contents or {f"tiny/{path.name}": path.read_bytes() for path in model.iterdir()}
-        wheel = wheels / "lmx_test_tiny-1.0-py3-none-any.whl"
-        info = "lmx_test_tiny-1.0.dist-info"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            for name, content in files.items():
-                archive.writestr(name, content)
-            archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: lmx-test-tiny\nVersion: 1.0\n")
-            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{info}/RECORD", "")
-        values = {
-            "id": "tiny",
-            "package": "lmx-test-tiny",
-            "version": "1.0",
-            "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
-            "wheel_bytes": wheel.stat().st_size,
-            "unpacked_bytes": sum(map(len, files.values())),
-            "members": {name: name.removeprefix("tiny/") for name in files},
-            "kind": "chat",
-            "licence": "MIT",
-        }
-        starter = Starter(**values | fields)
+        starter = replace(write_starter(wheels, "tiny", files), **fields)
         monkeypatch.setitem(STARTERS, starter.id, starter)
         return starter
 

@@ -27,26 +27,20 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hidden_size", 0),
-        ("hidden_size", 10**12),
-        ("hidden_size", -576),
-        ("num_hidden_layers", 0),
-        ("num_hidden_layers", 10**9),
-        ("num_attention_heads", 0),
-        ("num_key_value_heads", -1),
-        ("vocab_size", 0),
-        ("rope_theta", float("nan")),
-        ("rope_theta", float("inf")),
-        ("rope_theta", 0),
-        ("rms_norm_eps", float("-inf")),
-        ("rms_norm_eps", -1e-5),
-        ("rms_norm_eps", 7),
-        ("attention_dropout", float("nan")),
-    ],
-)
+NAN, INFINITE = float("nan"), float("inf")
+IMPOSSIBLE = {
+    "hidden_size": (0, 10**12, -576),
+    "num_hidden_layers": (0, 10**9),
+    "num_attention_heads": (0,),
+    "num_key_value_heads": (-1,),
+    "vocab_size": (0,),
+    "rope_theta": (NAN, INFINITE, 0),
+    "rms_norm_eps": (-INFINITE, -1e-5, 7),
+    "attention_dropout": (NAN,),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in IMPOSSIBLE.items() for value in values])
 @pytest.mark.parametrize("part", ["", "text_config"])
 def test_an_impossible_value_is_named(key, value, part):
     config = {"text_config": {**LLAMA, key: value}} if part else {**LLAMA, key: value}

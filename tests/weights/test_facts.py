@@ -9,7 +9,7 @@ from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ECHO
 from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.tokenizer_files import NAMES, InfillTokens, can_infill, find_infill_tokens
-from tests.support.gguf import random_tensor
+from tests.support.gguf import gguf_bytes, random_tensor
 
 VOCABULARY = {"tokenizer.ggml.model": "bert"}
 TENSOR = {"token_embd.weight": random_tensor("F32", 32)}
@@ -17,11 +17,11 @@ FILE = "reranker-embedding-chat.gguf"
 
 
 @pytest.fixture
-def listed(catalog, tmp_path, gguf):
+def listed(catalog, tmp_path):
     """Return the entry of a file with the given metadata and tensors, under a name without information."""
 
     def make(metadata, tensors):
-        put(tmp_path / "extra" / FILE, gguf(metadata, tensors))
+        put(tmp_path / "extra" / FILE, gguf_bytes(metadata, tensors))
         return catalog.scan()
 
     return make
@@ -95,10 +95,10 @@ def test_a_split_model_is_one_entry_and_is_found_by_any_part(catalog, tmp_path, 
     assert len(read_gguf(parts[0]).tensors) == 6
 
 
-def test_the_first_part_of_a_split_model_can_contain_no_weights(catalog, tmp_path, gguf, write_split):
+def test_the_first_part_of_a_split_model_can_contain_no_weights(catalog, tmp_path, write_split):
     first, *_ = write_split(tmp_path / "extra/tiny", 2)
     metadata = {"general.architecture": "llama", "split.no": 0, "split.count": 2, "split.tensors.count": 2}
-    first.write_bytes(gguf(metadata | VOCABULARY, {}))
+    first.write_bytes(gguf_bytes(metadata | VOCABULARY, {}))
     (entry,) = catalog.scan()
     assert entry.quantization == "F32"
 
@@ -116,39 +116,33 @@ def test_missing_parts_are_named_in_the_error_for_any_part(catalog, tmp_path, wr
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("part", "changes", "reason"),
     [
-        ({2: {"split.count": 4}}, r"-00002-of-00003\.gguf is part 2 of 3 by its name, and part 2 of 4"),
-        ({2: {"split.no": 2}}, r"-00002-of-00003\.gguf is part 2 of 3 by its name, and part 3 of 3"),
-        ({1: {"split.count": "x"}}, r"-00001-of-00003\.gguf is part 1 of 3 by its name, and not a part"),
-        ({1: {"split.tensors.count": 7}}, "do not belong to one model: 3 parts contain 6 tensors, 7 different ones"),
+        (2, {"split.count": 4}, r"-00002-of-00003\.gguf is part 2 of 3 by its name, and part 2 of 4"),
+        (2, {"split.no": 2}, r"-00002-of-00003\.gguf is part 2 of 3 by its name, and part 3 of 3"),
+        (1, {"split.count": "x"}, r"-00001-of-00003\.gguf is part 1 of 3 by its name, and not a part"),
+        (1, {"split.tensors.count": 7}, "do not belong to one model: 3 parts contain 6 tensors, 7 different ones"),
     ],
 )
-def test_parts_of_different_files_are_rejected(tmp_path, write_split, changes, reason):
-    first, *_ = write_split(tmp_path / "tiny", changes=changes)
+def test_parts_of_different_files_are_rejected(tmp_path, write_split, part, changes, reason):
+    first, *_ = write_split(tmp_path / "tiny", changes={part: changes})
     with pytest.raises(UnusableModelError, match=rf"{reason}.*Fetch all parts again"):
         read_gguf(first)
 
 
-def test_a_part_with_the_tensors_of_another_part_is_rejected(tmp_path, write_split, gguf):
+def test_damaged_parts_are_named(tmp_path, write_split):
     first, second, _ = write_split(tmp_path / "tiny")
+    whole = second.read_bytes()
     tensors = {f"blk.{at}.attn_norm.weight": random_tensor("F32", 256) for at in (0, 1)}
-    second.write_bytes(gguf({"split.no": 1, "split.count": 3}, tensors))
-    with pytest.raises(UnusableModelError, match="do not belong to one model"):
-        read_gguf(first)
-
-
-def test_a_truncated_part_is_named(tmp_path, write_split):
-    first, second, _ = write_split(tmp_path / "tiny")
-    second.write_bytes(second.read_bytes()[:-32])
-    with pytest.raises(UnusableModelError, match=r"tiny-00002-of-00003\.gguf is truncated.*fetch it again"):
-        read_gguf(first)
-
-
-def test_a_part_with_another_name_is_rejected(tmp_path, write_split):
-    renamed = write_split(tmp_path / "tiny")[0].rename(tmp_path / "mine.gguf")
+    for content, reason in (
+        (gguf_bytes({"split.no": 1, "split.count": 3}, tensors), "do not belong to one model"),
+        (whole[:-32], r"tiny-00002-of-00003\.gguf is truncated.*fetch it again"),
+    ):
+        second.write_bytes(content)
+        with pytest.raises(UnusableModelError, match=reason):
+            read_gguf(first)
     with pytest.raises(UnusableModelError, match=r"one of 3 parts.*NAME-00001-of-00003\.gguf"):
-        read_gguf(renamed)
+        read_gguf(first.rename(tmp_path / "mine.gguf"))
 
 
 @pytest.mark.parametrize(

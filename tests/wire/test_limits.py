@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import pytest
 from fastapi.routing import APIRoute
@@ -12,6 +12,7 @@ from pydantic import BaseModel, FailFast, Field, JsonValue, TypeAdapter, Validat
 from typing_extensions import TypedDict
 
 from lmx_lab import values, wire
+from lmx_lab.client.daemon import SessionFields
 from lmx_lab.daemon.app import create_daemon_app
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.engine import ModelManager
@@ -21,6 +22,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.bodies import Body
 from lmx_lab.wire.base import RequestModel
 from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, check_values
+from lmx_lab.wire.sessions import ChangeSession
 
 LISTS = {"list", "set", "frozenset", "tuple", "dict", "generator"}
 NO_PARTS = {"fields", "metadata", "serialization", "config", "function"}
@@ -182,6 +184,11 @@ def test_every_number_field_accepts_a_whole_number_with_a_decimal_point(name):
         except ValidationError as exc:
             problems += exc.errors()
     assert [problem["loc"] for problem in problems if problem["type"] == "int_type"] == []
+
+
+def test_the_keyword_arguments_of_a_change_of_a_session_are_the_fields_of_its_body():
+    """Type checkers need a ``TypedDict`` to tell None from an omitted argument."""
+    assert set(get_type_hints(SessionFields)) == set(ChangeSession.model_fields)
 
 
 @pytest.mark.slow

@@ -5,15 +5,10 @@ library six times, and softmax, sigmoid and logsumexp spend nearly all of their 
 one with the same arithmetic in AVX and FMA instructions. On a busy core (Zen 3), exp takes 6 ns per number instead of
 38 ns, softmax 10 ns instead of 40 ns, and sigmoid 11 ns instead of 43 ns. Attention to 1,400 tokens takes a third of
 the time.
-
-If g++ is installed, MLX uses it to compile functions that are wrapped in ``mx.compile``. The compiled code contains the
-slow ``exp``, so ``mx.compile`` is turned off while ``exp`` is replaced. The activation function of Llama models then
-takes 8 ns per number instead of 15 ns (Zen 5), and the first answer does not wait for g++.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 
@@ -96,14 +91,10 @@ class Exponential:
         if not np.array_equal(_exp(samples), before, equal_nan=True):
             elf.write(self._original)
             raise OSError("the results differ from those of MLX's exp function")
-        mx.disable_compile()
 
     def restore(self) -> None:
         """Make MLX use its own function again."""
         elf.write(self._original)
-        # This variable of MLX turns ``mx.compile`` off.
-        if "MLX_DISABLE_COMPILE" not in os.environ:
-            mx.enable_compile()
 
 
 def _exp(values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

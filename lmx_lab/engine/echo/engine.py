@@ -1,4 +1,4 @@
-"""Provide the echo engine: ``EchoEngine`` for other threads and loops, and its state ``EchoCore`` on its own loop."""
+"""Provide the echo engine, which repeats messages, or answers from a script. It computes on the manager's loop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import Any, TypeVar
 
+import numpy as np
 from llguidance import LLMatcher
 
-from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
+from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Answers, Generation
 from lmx_lab.engine.echo.model import (
     BEGIN,
@@ -25,45 +25,43 @@ from lmx_lab.engine.echo.model import (
     MESSAGE,
     AnswerSampler,
     EchoModel,
-    EchoTexts,
-    EchoVocabulary,
+    vector,
 )
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, Script, ScriptAnswer, read_script
 from lmx_lab.engine.grammar.compile import GrammarCompiler
-from lmx_lab.engine.interface import Capabilities, EngineHost
-from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
-from lmx_lab.engine.memory import total_bytes
-from lmx_lab.engine.preparer import encode_prompt, ends_answer, prepare
+from lmx_lab.engine.memory import limit_bytes, total_bytes
+from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
+from lmx_lab.engine.preparer import Tokenizer, ends_answer
 from lmx_lab.engine.requests import (
     ChatPrompt,
-    EmbeddingRequest,
-    Embeddings,
     GenerationRequest,
     InfillPrompt,
     Prompt,
-    Ranking,
-    RerankRequest,
     TextPrompt,
     TokenPrompt,
     ToolUse,
 )
 from lmx_lab.engine.scheduler import Turns, Verdict
-from lmx_lab.engine.stream import Answer, Pending
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode
 from lmx_lab.engine.text.tool_prompt import START, write_tools_as_text
-from lmx_lab.engine.validation import check_dimensions, check_options, check_token_ids, no_steering_error, too_long
-from lmx_lab.engine.vectors import cosines, shorten
-from lmx_lab.errors import EngineError, InvalidRequestError, LabError, NotLoadedError, UnusableModelError
+from lmx_lab.engine.texts import TextJob, TextTokens
+from lmx_lab.engine.validation import (
+    check_characters,
+    check_options,
+    check_text,
+    check_token_ids,
+    no_steering_error,
+    too_long,
+)
+from lmx_lab.errors import EngineError, InvalidRequestError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot, TokenTotals
-from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
-from lmx_lab.values.outputs import PromptProgress, PromptScores
+from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.outputs import InputType, PromptProgress, PromptScores, Vectors
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import InfillTokens
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 KEPT_SEQUENCES = 16
 """Number of ended requests whose tokens count as cached for requests that begin with the same tokens."""
 
@@ -138,6 +136,16 @@ class EchoTokenizer:
     async def show(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
         return self.model.vocabulary.show(tokens)
+
+    decoded = show
+
+    async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
+        """See ``Tokenizer``."""
+        return self.model.vocabulary.show((await self.encode_chat(request, chat))[0])
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """See ``Tokenizer``."""
+        return [self.model.vocabulary.bytes[token] for token in tokens]
 
     async def infill_tokens(self) -> InfillTokens:
         """See ``Tokenizer``."""
@@ -228,20 +236,16 @@ class EchoRounds:
     A round is one callback of the loop. If a speed is set, answers with the same speed share their rounds. While no
     request is running or queued, no callback is scheduled.
 
-    Args:
-        on_change: See ``Answers``.
     """
 
-    def __init__(
-        self, model: EchoModel, totals: TokenTotals, *, slots: int, turns: Turns, on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, model: EchoModel, *, slots: int, turns: Turns) -> None:
         self._model = model
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._rounds = 0
         """Number of rounds so far, which answers that advance together have in common."""
         self._sequences: list[list[int]] = []
-        self.answers: Answers[EchoRow] = Answers(self, totals, slots=slots, turns=turns, on_change=on_change)
+        self.answers: Answers[EchoRow] = Answers(self, slots=slots, turns=turns)
 
     def schedule(self, delay_s: float = 0.0) -> None:
         """Perform the next round after this time."""
@@ -384,273 +388,157 @@ def _shared(one: list[int], other: list[int]) -> int:
     return low
 
 
-@dataclass(kw_only=True, eq=False)
-class EchoMain:
-    """The loaded model and its requests."""
+class EchoLoaded(LoadedModel[EchoRow]):
+    """The model of the echo engine in memory, which chats, embeds and ranks."""
 
-    entry: ModelEntry
-    context_length: int
-    model: EchoModel
-    tokenizer: EchoTokenizer
-    rounds: EchoRounds
-    script: Script
+    def __init__(
+        self,
+        entry: ModelEntry,
+        spec: LoadSpec,
+        settings: Settings,
+        host: EngineHost,
+        *,
+        model: EchoModel,
+        script: Script,
+    ) -> None:
+        context_length, vocabulary = spec.context_length or entry.context_length, model.vocabulary
+        assert context_length is not None
+        self._model = model
+        self._script = script
+        self._pace = settings.echo_tokens_per_s
+        self._rounds = EchoRounds(model, slots=settings.slots, turns=host.turns)
+        self._echo_tokenizer = EchoTokenizer(
+            model=model,
+            entry=entry,
+            context_length=context_length,
+            vocabulary_size=vocabulary.size,
+            chat_format=ChatFormat(
+                reasoning_markers=(THINK, END_OF_THOUGHTS), reasoning_end=tuple(vocabulary.encode(END_OF_THOUGHTS))
+            ),
+            bytes_of=vocabulary.bytes.__getitem__,
+            decode=vocabulary.decode,
+            tokens_per_s=self._pace,
+            grammars=GrammarCompiler(lambda: model.vocabulary.token_table),
+        )
+        super().__init__(
+            entry,
+            spec,
+            settings,
+            host,
+            fingerprint=f"echo-{version('lmx-lab')}",
+            tokenizer=self._echo_tokenizer,
+            answers=self._rounds.answers,
+            dimensions=DIMENSIONS,
+            context_length=context_length,
+            slots=settings.slots if entry.kind == "chat" else None,
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """See ``LoadedModel``."""
+        return self._model.memory_bytes
+
+    async def _close(self, error: LabError) -> int:
+        await self.end(error)
+        return self.memory_bytes
+
+    async def _prepare(
+        self,
+        tokenizer: Tokenizer[EchoRow],
+        request: GenerationRequest,
+        permits: Sequence[Permit],
+        *,
+        reader: asyncio.AbstractEventLoop,
+        arrived_at: float,
+        timeout_s: float,
+    ) -> list[Generation[EchoRow]]:
+        """See ``LoadedModel``. The answer is taken from the script first, and put back if the request is refused."""
+        script = self._script.take()
+        if script is not None and script.error is not None and not script.as_model_text:
+            await asyncio.sleep(script.delay_s)
+            raise script.failure()
+        try:
+            generations = await super()._prepare(
+                replace(self._echo_tokenizer, script=script),
+                request,
+                permits,
+                reader=reader,
+                arrived_at=arrived_at,
+                timeout_s=timeout_s,
+            )
+            permits[0].check()
+            self.check()
+        except BaseException:
+            self._script.give_back(script)
+            raise
+        for generation in generations:
+            generation.peak_memory_bytes = self.memory_bytes
+            if script is not None and script.error is not None:
+                generation.failure = script.failure()
+        return generations
+
+    async def _add(self, generations: Sequence[Generation[EchoRow]]) -> None:
+        self._rounds.answers.add(generations)
+        self._rounds.schedule()
+
+    async def _read_texts(
+        self, texts: Sequence[str | Sequence[int]], *, input_type: InputType | None, truncate: bool, param: str
+    ) -> list[TextTokens]:
+        """See ``LoadedModel``."""
+        return [
+            self._read(text, param if param == "query" else f"{param}.{at}", truncate=truncate)
+            for at, text in enumerate(texts)
+        ]
+
+    def _read(self, text: str | Sequence[int], param: str, *, truncate: bool) -> TextTokens:
+        vocabulary, limit, count = self._model.vocabulary, self.entry.context_length or 0, None
+        if isinstance(text, str):
+            check_characters(text, param)
+            # Only as much as is needed to detect that a text is too long, because encoding holds the GIL.
+            enough = (limit + 1) * LONGEST_PIECE
+            tokens = vocabulary.encode(text[:enough])
+            if len(text) > enough:
+                count = f"more than {limit}"
+        else:
+            tokens = list(text)
+            check_token_ids(tokens, param, self.entry, vocabulary.size)
+        check_text(tokens, param, self.entry, limit, truncate=truncate, count=count)
+        return TextTokens(tuple(tokens[:limit]))
+
+    async def _compute(self, job: TextJob) -> Vectors:
+        """See ``LoadedModel``."""
+        rows: list[Vectors] = []
+        job.start()
+        job.peak_memory_bytes = self.memory_bytes
+        for text in job.texts:
+            rows.append(vector(self._model.vocabulary.decode(text.tokens)))
+            self.encoded_tokens += len(text.tokens)
+            self.worked_at = time.perf_counter()
+            await asyncio.sleep(len(text.tokens) / self._pace if self._pace is not None else 0)
+        return np.stack(rows)
 
 
-class EchoCore:
-    """The state of the engine; see ``EngineCore``."""
+class EchoEngine:
+    """``Engine`` for the built-in entry ``echo``."""
+
+    capabilities = Capabilities(thinking_budget=True, logprobs_with_own_tools=True, input_types=True, steering=False)
+    blas = None
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
         self._host = host
-        self._main: EchoMain | None = None
-        self._totals = TokenTotals()
-        self._texts = TextTasks()
-        self.failure: LabError | None = None
-        self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
-        self._publish()
+        self.memory = EngineMemory(total=total_bytes(), limit=limit_bytes(settings.memory_limit_bytes))
 
-    # Models
-
-    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """See ``InferenceEngine``."""
-        started = time.perf_counter()
-        model, script = await in_thread(functools.partial(read_model, entry, self._settings))
-        context_length = spec.context_length or entry.context_length
-        assert context_length is not None
-        vocabulary = model.vocabulary
-        self._main = EchoMain(
-            entry=entry,
-            context_length=context_length,
-            model=model,
-            tokenizer=EchoTokenizer(
-                model=model,
-                entry=entry,
-                context_length=context_length,
-                vocabulary_size=vocabulary.size,
-                chat_format=ChatFormat(
-                    reasoning_markers=(THINK, END_OF_THOUGHTS),
-                    reasoning_end=tuple(vocabulary.encode(END_OF_THOUGHTS)),
-                ),
-                bytes_of=vocabulary.bytes.__getitem__,
-                decode=vocabulary.decode,
-                tokens_per_s=self._settings.echo_tokens_per_s,
-                grammars=GrammarCompiler(lambda: model.vocabulary.token_table),
-            ),
-            rounds=EchoRounds(
-                model,
-                self._totals,
-                slots=self._settings.slots,
-                turns=self._host.turns,
-                on_change=self._publish,
-            ),
-            script=script,
-        )
-        self._publish()
-        return self.snapshot.load_report(time.perf_counter() - started)
-
-    async def unload(self) -> int:
-        """See ``InferenceEngine``."""
-        main, self._main = self._main, None
-        if main is None:
-            return 0
-        self._publish()
-        return main.model.memory_bytes
-
-    async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Refuse to pin a model.
-
-        Raises:
-            UnusableModelError: always, since this engine has no models to keep in addition to the main one.
-        """
-        raise UnusableModelError(f"{entry.id} runs on the echo engine, which has no pinned models", param="model")
-
-    async def unpin(self, kind: Kind) -> None:
-        """See ``InferenceEngine``. This engine has no pinned models."""
-
-    # Requests
-
-    async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
-        """See ``InferenceEngine``."""
-        if self._main is not None:
-            self._main.rounds.answers.end_requests(admission, error, queued_only=queued_only)
-            self._main.rounds.answers.deliver()
-        if not queued_only:
-            await self._texts.end(admission, error)
-
-    async def close(self, error: LabError) -> None:
-        """See ``EngineCore``."""
-        if (main := self._main) is not None:
-            main.rounds.answers.end_all(error)
-            main.rounds.answers.deliver()
-        await self._texts.end_all(error)
-        await self.unload()
-
-    async def accept(
-        self,
-        entry: ModelEntry,
-        request: GenerationRequest,
-        permits: Sequence[Permit],
-        reader: asyncio.AbstractEventLoop,
-    ) -> list[Answer]:
-        """See ``EngineCore``."""
-        arrived_at, main = time.perf_counter(), self._main_of(entry)
-        timeout_s = request.timeout_s or self._settings.request_timeout_s
-        answer = main.script.take()
-        if answer is not None and answer.error is not None and not answer.as_model_text:
-            async with deadline(arrived_at, timeout_s):
-                await asyncio.sleep(answer.delay_s)
-            raise answer.failure()
-        try:
-            async with deadline(arrived_at, timeout_s):
-                generations = await prepare(
-                    replace(main.tokenizer, script=answer),
-                    request,
-                    permits,
-                    reader=reader,
-                    arrived_at=arrived_at,
-                    timeout_s=timeout_s,
-                )
-            permits[0].check()
-            self._main_of(entry)
-        except BaseException:
-            main.script.give_back(answer)
-            raise
-        for generation in generations:
-            generation.peak_memory_bytes = main.model.memory_bytes
-            if answer is not None and answer.error is not None:
-                generation.failure = answer.failure()
-        answers = main.rounds.answers
-        answers.add(generations)
-        main.rounds.schedule()
-        self._publish()
-        return answers.open(generations)
-
-    async def accept_embedding(
-        self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
-    ) -> Pending[Embeddings]:
-        """See ``EngineCore``."""
-        check_dimensions(request.dimensions, DIMENSIONS, entry)
-        texts = self._texts_of(entry)
-        for at, text in enumerate(request.inputs):
-            texts.read(text, f"input.{at}", truncate=request.truncate)
-
-        async def compute() -> Embeddings:
-            rows, report = await texts.compute(request.timeout_s or self._settings.request_timeout_s)
-            return Embeddings(vectors=shorten(rows, request.dimensions), report=report)
-
-        return self._start(texts, compute(), permit)
-
-    async def accept_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
-        """See ``EngineCore``."""
-        texts = self._texts_of(entry)
-        texts.read(request.query, "query", truncate=False)
-        for at, text in enumerate(request.documents):
-            texts.read(text, f"documents.{at}", truncate=request.truncate)
-
-        async def compute() -> Ranking:
-            rows, report = await texts.compute(request.timeout_s or self._settings.request_timeout_s)
-            return Ranking(scores=cosines(rows), method="cosine", report=report)
-
-        return self._start(texts, compute(), permit)
-
-    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
-        """See ``InferenceEngine``."""
-        return (await encode_prompt(self._main_of(entry).tokenizer, request))[0]
-
-    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
-        """See ``InferenceEngine``."""
-        return self._vocabulary(entry, tokens).show(tokens)
-
-    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
-        """See ``InferenceEngine``."""
-        main = self._main_of(entry)
-        return main.model.vocabulary.show((await encode_prompt(main.tokenizer, request))[0])
-
-    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
-        """See ``InferenceEngine``."""
-        known = self._vocabulary(entry, tokens).bytes
-        return [known[token] for token in tokens]
-
-    def _vocabulary(self, entry: ModelEntry, tokens: Sequence[int]) -> EchoVocabulary:
-        """Return the vocabulary, which contains these tokens.
-
-        Raises:
-            NotLoadedError, InvalidRequestError: see ``InferenceEngine.decode``.
-        """
-        vocabulary = self._main_of(entry).model.vocabulary
-        check_token_ids(tokens, "tokens", entry, vocabulary.size)
-        return vocabulary
-
-    def _main_of(self, entry: ModelEntry) -> EchoMain:
-        """Return the loaded model.
-
-        Raises:
-            NotLoadedError: the model with this entry is no longer loaded.
-        """
-        main = self._main
-        if main is None or main.entry is not entry:
-            raise NotLoadedError(f"{entry.id} has been unloaded; {LOAD_FIRST}")
-        return main
-
-    def _texts_of(self, entry: ModelEntry) -> EchoTexts:
-        main = self._main_of(entry)
-        return EchoTexts(main.model, main.entry, tokens_per_s=self._settings.echo_tokens_per_s)
-
-    def _start(self, texts: EchoTexts, work: Coroutine[Any, Any, T], permit: Permit) -> Pending[T]:
-        def count() -> None:
-            self._totals.encoded_tokens += texts.computed_tokens
-            self._publish()
-
-        pending = self._texts.start(work, permit, count)
-        self._publish()
-        return pending
-
-    def _publish(self) -> None:
-        """Replace the snapshot."""
-        main, texts, totals = self._main, len(self._texts), replace(self._totals)
-        answers = main.rounds.answers if main is not None else None
-        if answers is not None:
-            answers.count(totals)
-        memory_bytes = main.model.memory_bytes if main is not None else 0
-        self.snapshot = replace(
-            self.snapshot,
-            state="ready" if main is not None else "empty",
-            entry=main.entry if main is not None else None,
-            model_memory_bytes=memory_bytes,
-            context_length=main.context_length if main is not None else None,
-            slots=self._settings.slots if main is not None and main.entry.kind == "chat" else None,
-            active_requests=(len(answers.scheduler.running) if answers is not None else 0) + texts,
-            queued_requests=len(answers.scheduler.queued) if answers is not None else 0,
-            encode_requests=texts,
-            slot_free_s=answers.slot_free_s if answers is not None else 1.0,
-            memory_used_bytes=memory_bytes,
-            memory_peak_bytes=max(memory_bytes, self.snapshot.memory_peak_bytes),
-            progress_at=time.perf_counter() if main is not None else self.snapshot.progress_at,
-            totals=totals,
-        )
-
-
-class EchoEngine(LoopEngine[EchoCore]):
-    """``InferenceEngine`` for the built-in entry ``echo``."""
-
-    capabilities = Capabilities(
-        thinking_budget=True,
-        logprobs_with_own_tools=True,
-        input_types=True,
-        steering=False,
-    )
-    thread_name = "lmx-lab-echo"
-
-    async def _make_core(self) -> EchoCore:
-        return EchoCore(self._settings, self._host)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """See ``InferenceEngine``."""
-        return f"echo-{version('lmx-lab')}"
-
-    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
-        """See ``InferenceEngine``."""
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
+        """See ``Engine``."""
         # Coding agents send prompts that are longer than the default context.
         check_options(replace(entry, context_length=2**20), spec)
         await in_thread(functools.partial(read_model, entry, self._settings), name="lmx-lab-check")
+
+    async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadedModel[EchoRow]:
+        """See ``Engine``."""
+        model, script = await in_thread(functools.partial(read_model, entry, self._settings))
+        return EchoLoaded(entry, spec, self._settings, self._host, model=model, script=script)
+
+    def stop(self) -> None:
+        """See ``Engine``."""

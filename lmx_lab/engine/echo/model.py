@@ -16,7 +16,6 @@ same text.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hashlib
 import itertools
@@ -24,7 +23,6 @@ import math
 import re
 import string
 import sys
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,11 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmx_lab.engine.grammar.worker import TokenTable
-from lmx_lab.engine.loop_engine import deadline
 from lmx_lab.engine.requests import Sampling
-from lmx_lab.engine.validation import check_characters, check_text, check_token_ids
-from lmx_lab.values.models import ModelEntry
-from lmx_lab.values.outputs import EncodeReport, TokenLogprob, Vectors, token_text
+from lmx_lab.values.outputs import TokenLogprob, Vectors, token_text
 
 SPECIAL = ("<|begin|>", "<|message|>", "<|end|>")
 BEGIN, MESSAGE, END = range(3)
@@ -328,59 +323,3 @@ def vector(text: str) -> Vectors:
         row[0], length = 1.0, 1.0
     unit: Vectors = row / np.float32(length)
     return unit
-
-
-class EchoTexts:
-    """The texts of one request, which are first added with ``read`` and then computed. Belongs to the engine's loop."""
-
-    def __init__(self, model: EchoModel, entry: ModelEntry, *, tokens_per_s: float | None) -> None:
-        self._model = model
-        self._entry = entry
-        self._tokens_per_s = tokens_per_s
-        self._arrived_at = time.perf_counter()
-        self._texts: list[list[int]] = []
-        self.computed_tokens = 0
-        """Number of tokens of the texts that have been computed."""
-
-    def read(self, text: str | Sequence[int], param: str, *, truncate: bool) -> None:
-        """Add a text, or the token ids of a text.
-
-        Raises:
-            InvalidRequestError, ContextLengthError: see ``InferenceEngine.submit_embedding``.
-        """
-        vocabulary, limit, count = self._model.vocabulary, self._entry.context_length or 0, None
-        if isinstance(text, str):
-            check_characters(text, param)
-            # Only as much as is needed to detect that a text is too long, because encoding holds the GIL.
-            enough = (limit + 1) * LONGEST_PIECE
-            tokens = vocabulary.encode(text[:enough])
-            if len(text) > enough:
-                count = f"more than {limit}"
-        else:
-            tokens = list(text)
-            check_token_ids(tokens, param, self._entry, vocabulary.size)
-        check_text(tokens, param, self._entry, limit, truncate=truncate, count=count)
-        self._texts.append(tokens[:limit])
-
-    async def compute(self, timeout_s: float) -> tuple[Vectors, EncodeReport]:
-        """Return a vector for each text, and the report.
-
-        Raises:
-            GenerationTimeoutError: the texts are not finished ``timeout_s`` after their arrival.
-        """
-        started_at, pace = time.perf_counter(), self._tokens_per_s
-        rows: list[Vectors] = []
-        async with deadline(self._arrived_at, timeout_s):
-            for tokens in self._texts:
-                rows.append(vector(self._model.vocabulary.decode(tokens)))
-                self.computed_tokens += len(tokens)
-                await asyncio.sleep(len(tokens) / pace if pace is not None else 0)
-        report = EncodeReport(
-            model=self._entry.id,
-            texts=len(self._texts),
-            tokens=sum(map(len, self._texts)),
-            queue_s=started_at - self._arrived_at,
-            compute_s=time.perf_counter() - started_at,
-            peak_memory_bytes=self._model.memory_bytes,
-        )
-        return np.stack(rows), report

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.encoders.sentence_transformers import Dense, LayerNorm, Module, Normalize, Pooling, PoolingMode
-from lmx_lab.engine.encoders.tokenizer import TextTokens
+from lmx_lab.engine.texts import TextTokens
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 
 SCORES_BYTES = 32 * 2**20

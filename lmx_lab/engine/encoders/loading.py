@@ -1,11 +1,11 @@
-"""Load embedders and rerankers from their files, and run them. Engine thread only."""
+"""Load embedders and rerankers from their files, on a thread of their own, and run them on the engine thread."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -41,10 +41,10 @@ from lmx_lab.engine.encoders.tokenizer import (
     QwenPairFormat,
     TextRules,
     TextTokenizer,
-    TextTokens,
 )
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.weights import DTYPES
+from lmx_lab.engine.texts import TextTokens
 from lmx_lab.engine.tokenizing.encoder import is_panic
 from lmx_lab.engine.tokenizing.loading import without_word_cache
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError, UnusableModelError
@@ -89,7 +89,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 class LoadedEncoder:
     """An embedder or a reranker in memory.
 
-    ``texts`` is used by the thread that tokenizes texts, everything else by the engine thread.
+    ``texts`` is used by the event loop, everything else by the engine thread.
     """
 
     entry: ModelEntry
@@ -159,7 +159,7 @@ class EncoderFiles:
 
 
 def load_encoder(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") -> LoadedEncoder:
-    """Load an embedder or a reranker; takes seconds. Engine thread only.
+    """Load an embedder or a reranker. Takes seconds.
 
     Args:
         dtype: As in ``Settings``.
@@ -189,7 +189,6 @@ def load_encoder(entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto") ->
 
 
 def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
-    before = memory.used_bytes()
     require_memory(entry.size_bytes, limit_bytes)
     # The tokenizer is loaded before the weights: it is small, and most errors occur there.
     files = EncoderFiles(
@@ -244,9 +243,9 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
         pairs=pairs,
     )
     rerank_method: RerankMethod = "decoder" if architecture is None else "cross-encoder"
-    return LoadedEncoder(
+    encoder = LoadedEncoder(
         entry=entry,
-        memory_bytes=max(0, memory.used_bytes() - before),
+        memory_bytes=sum(array.nbytes for array in _arrays((network, head))),
         context_length=context,
         dimensions=None if files.is_reranker else dimensions,
         method=rerank_method if files.is_reranker else "cosine",
@@ -255,6 +254,26 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
         head=head,
         sigmoid=files.is_reranker and settings.activation == "sigmoid",
     )
+    # Computes one text, which evaluates all arrays: the engine thread cannot evaluate what another thread described.
+    with contextlib.suppress(EngineError):
+        for _ in encoder.forward([TextTokens((0,))]):
+            pass
+    return encoder
+
+
+def _arrays(value: Any) -> Iterator[mx.array]:
+    """Yield the arrays of a network or a head."""
+    if isinstance(value, mx.array):
+        yield value
+    elif isinstance(value, dict):
+        yield from _arrays(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _arrays(each)
+    elif is_dataclass(value):
+        yield from _arrays(vars(value))
+    elif (closure := getattr(value, "__closure__", None)) is not None:
+        yield from _arrays([cell.cell_contents for cell in closure])
 
 
 def _read_decoder(files: EncoderFiles) -> tuple[Network, Head | None]:

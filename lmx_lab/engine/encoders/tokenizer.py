@@ -12,6 +12,7 @@ from tokenizers.normalizers import Sequence as Normalizers
 
 from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, EncodingPrompts
 from lmx_lab.engine.sandbox import shared_pool
+from lmx_lab.engine.texts import TextTokens
 from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
 from lmx_lab.engine.validation import check_characters, check_size, check_token_ids
@@ -105,17 +106,6 @@ class ChatPairFormat:
 
     def _message(self, role: str, text: str) -> dict[str, Any]:
         return {"role": role, "content": [{"type": "text", "text": text}] if self._input.structured else text}
-
-
-@dataclass(frozen=True)
-class TextTokens:
-    """The tokens of one text, or of a query with a document."""
-
-    tokens: tuple[int, ...]
-    second_start: int | None = None
-    """Index where the second segment of a pair begins; None if the model has no segments."""
-    skipped_tokens: int = 0
-    """Number of leading tokens that are left out of pooling: the prompt, if the model's files specify this."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,452 +1,475 @@
-"""Provide the llama.cpp engine: ``LlamaCppEngine`` for other threads and loops, and its state ``LlamaCppCore``.
+"""Provide the llama.cpp engine, whose models are computed in other processes.
 
-The models are computed in other processes. Queue, slots, deadlines and ends of requests are implemented here, because
-llama.cpp's own server lacks them: it cannot cancel a waiting request, and a full cache ends all requests (both
-measured).
+Queue, slots, deadlines and ends of requests are implemented here, because llama.cpp's own server lacks them: it cannot
+cancel a waiting request, and a full cache ends all requests (both measured).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import os
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
-from lmx_lab.engine.interface import Capabilities, EngineHost
-from lmx_lab.engine.llama_cpp.connection import RefusedError
-from lmx_lab.engine.llama_cpp.memory_plan import plan_context
-from lmx_lab.engine.llama_cpp.model import HostedModel, host_model, read_draft
-from lmx_lab.engine.llama_cpp.prepare import LlamaTokenizer
-from lmx_lab.engine.llama_cpp.process import PACKAGE, is_installed, require_installed
+from lmx_lab.engine.admission import Permit
+from lmx_lab.engine.answers import Generation
+from lmx_lab.engine.llama_cpp.answer import AnswerReader
+from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
+from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context
+from lmx_lab.engine.llama_cpp.process import (
+    PACKAGE,
+    LlamaProcess,
+    death_error,
+    explained_end,
+    llama_environ,
+    require_installed,
+)
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
-from lmx_lab.engine.loop_engine import LoopEngine, TextTasks, deadline
-from lmx_lab.engine.memory import limit_bytes, total_bytes
-from lmx_lab.engine.preparer import encode_prompt, prepare
-from lmx_lab.engine.requests import ChatPrompt, EmbeddingRequest, Embeddings, GenerationRequest, Ranking, RerankRequest
-from lmx_lab.engine.stream import Answer, Pending
+from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
+from lmx_lab.engine.memory import default_threads, limit_bytes, prefix_cache_bytes, total_bytes
+from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
+from lmx_lab.engine.requests import EmbeddingRequest, Embeddings
+from lmx_lab.engine.texts import TextJob, TextTokens
 from lmx_lab.engine.tokenizing.templates import try_template
-from lmx_lab.engine.validation import check_options, check_token_ids
-from lmx_lab.errors import EngineError, LabError, NotLoadedError
+from lmx_lab.engine.validation import check_characters, check_options, check_text, check_token_ids, check_vocabularies
+from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot, EngineState, PinnedModel, TokenTotals
-from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.engine import TokenTotals
+from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
+from lmx_lab.values.outputs import InputType, Vectors
 from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
+from lmx_lab.weights.gguf.header import GgufHeader, read_header
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.llama_cpp.texts import LlamaTexts
+    from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+MEASURE_S = 0.5
+"""Interval at which the memory of a model is measured."""
+SLICE = 16
+"""Number of texts sent together. Between two slices, other requests are computed and cancellations take effect."""
+PLAN_FACTOR = 1.5
+"""Ratio of a process's memory limit to the planned memory of its model and context."""
+SLOT_TEXTS = {"LLAMA_SERVER_SLOTS_DEBUG": "1"}
+"""Environment variables with which ``/slots`` contains the text of the last answer in each slot."""
+EXTRA_BYTES = 2**30
+"""Memory that a process may use beyond the limits of models and of the caches of ended requests."""
+PROMPT_LOOKUP: Mapping[str, Any] = {
+    "speculative_type": "NGRAM_MAP_K",
+    "speculative.ngram_map_k.size_n": 4,
+    "speculative.ngram_map_k.size_m": 8,
+}
+"""Draft up to 8 tokens that followed the same 4 tokens earlier. Of llama.cpp's methods, this one is about the fastest
+for copied text, and costs little for other text (measured)."""
+TOKENS = "tokenizer.ggml.tokens"
+CACHE_TYPES: Mapping[KvCacheDtype, int] = {"q8_0": 8, "q4_0": 2}
+"""Numbers of the types in llama.cpp (``ggml_type``)."""
+INVARIANT_ATTENTION: Mapping[str, int] = {"cache_type_v": 30}
+"""Stores values in bfloat16, and keys in float16. If the two types differ, llama.cpp computes the attention of each
+token in the same way. If both are the same float type, it adds the terms in another order when a step has 64 or more
+tokens of a request, or when a request with one token in the step has 512 or more tokens in its cache. The result then
+depends on the cached part of the prompt and on other requests. With different types, prompts of 512 and 1,400 tokens
+take 1.25 and 1.6 times the CPU time (measured with SmolLM2-135M), and decoding takes the same time."""
 
 
-@dataclass(kw_only=True, eq=False)
-class LlamaResident:
-    """A model in its process, and the requests for it."""
+class LlamaModel(LoadedModel[AnswerReader]):
+    """A model in its process.
 
-    hosted: HostedModel
-    answering: LlamaSlots
-    texts: TextTasks = field(default_factory=TextTasks)
-    watch: asyncio.Task[None] | None = None
-    """Waits for an unexpected end of the process."""
+    Args:
+        slot_files: Keeps the slots of a chat model on disk; None if that is off.
+        uses_drafts: Whether llama.cpp drafts tokens, with a draft model or by prompt lookup.
+        pair_overhead_tokens: Number of tokens that llama.cpp adds to those of a query and a document.
+    """
+
+    def __init__(
+        self,
+        spec: LoadSpec,
+        settings: Settings,
+        host: EngineHost,
+        *,
+        tokenizer: LlamaTokenizer,
+        plan: ContextPlan,
+        slot_files: SlotFiles | None,
+        uses_drafts: bool,
+        batch_invariant: bool,
+        dimensions: int | None,
+        pair_overhead_tokens: int,
+    ) -> None:
+        entry, self._process, self._slots = tokenizer.entry, tokenizer.process, None
+        if entry.kind == "chat":
+            self._slots = LlamaSlots(tokenizer, plan, turns=host.turns, slot_files=slot_files, uses_drafts=uses_drafts)
+        fingerprint = f"llama.cpp-{version(PACKAGE)}"
+        if entry.copy is not None:
+            fingerprint += f"-{entry.copy.type.lower()}-copy"
+        if not batch_invariant:
+            # Other requests may change the bits of an answer.
+            fingerprint += "-batch-dependent"
+        super().__init__(
+            entry,
+            spec,
+            settings,
+            host,
+            fingerprint=fingerprint,
+            tokenizer=tokenizer if self._slots is not None else None,
+            answers=self._slots.answers if self._slots is not None else None,
+            dimensions=dimensions,
+            context_length=plan.context_length,
+            slots=plan.slots if self._slots is not None else None,
+            batch_invariant=batch_invariant,
+        )
+        self.tokenizer = tokenizer
+        self._host = host
+        self._slot_files = slot_files
+        self._pair_overhead_tokens = pair_overhead_tokens
+        self._memory_bytes = self._process.memory_bytes
+        """When texts last arrived or were computed (``time.perf_counter``)."""
+        self._encoding = asyncio.Lock()
+        """Locked while one slice of texts is computed."""
+        self._watching: asyncio.Task[None] | None = asyncio.create_task(
+            self._watch(), name=f"lmx-lab watches {entry.id}"
+        )
+
+    # State
 
     @property
-    def entry(self) -> ModelEntry:
-        return self.hosted.entry
+    def memory_bytes(self) -> int:
+        """See ``LoadedModel``."""
+        return self._memory_bytes
 
     @property
-    def slots(self) -> int | None:
-        """Number of requests that are decoded in parallel; None for encoders."""
-        return self.hosted.plan.slots if self.entry.kind == "chat" else None
+    def totals(self) -> TokenTotals:
+        """See ``LoadedModel``."""
+        totals = super().totals
+        if self._slot_files is not None:
+            totals.prefix_disk_written_bytes = self._slot_files.written_bytes
+        return totals
+
+    # End
+
+    async def _watch(self) -> None:
+        """Measure the memory until the process ends unexpectedly, and end the requests then."""
+        died, checking = self._process.died, None
+        while not died.is_set():
+            self._memory_bytes = self._process.memory_bytes or self._memory_bytes
+            if checking is None or checking.done():
+                # On a thread, because a disk may not respond.
+                checking = asyncio.ensure_future(in_thread(functools.partial(is_overwritten, self.entry)))
+                checking.add_done_callback(functools.partial(_end_if_overwritten, self._process))
+            with contextlib.suppress(TimeoutError):
+                # Not ``wait_for``, which continues later than the requests that wait for the same event.
+                async with asyncio.timeout(MEASURE_S):
+                    await died.wait()
+        self._watching = None
+        self.lost = death_error(self._process, self.entry.id)
+        self._memory_bytes = 0
+        log.error("%s", self.lost.message)
+        # Before the requests end, so that the state of the manager is up to date for their readers.
+        if self._closing is None:
+            self._host.lost(self, self._process.ended_by_request)
+        await self._release(self.lost)
+
+    async def _close(self, error: LabError) -> int:
+        freed = self._process.memory_bytes
+        if self._watching is not None:
+            self._watching.cancel()
+            # The frame of the task refers to the model, which would otherwise live until the next garbage collection.
+            self._watching = None
+        await self._release(error)
+        self._memory_bytes = 0
+        return freed
+
+    async def _release(self, error: LabError) -> None:
+        """End the requests and the process. Idempotent."""
+        if self._slots is not None:
+            await self._slots.close(error)
+        await self._jobs.end(error)
+        if self._slot_files is not None:
+            await self._slot_files.stop()
+        await self._process.stop()
+        self.tokenizer.close()
+
+    # Answers
+
+    async def _add(self, generations: Sequence[Generation[AnswerReader]]) -> None:
+        """See ``LoadedModel``. The prompt is computed separately for each answer."""
+        assert self._slots is not None
+        for generation in generations:
+            generation.peak_memory_bytes = self._memory_bytes
+        self._slots.answers.add(generations)
+        self._slots.update()
+
+    # Texts
+
+    async def embed(self, request: EmbeddingRequest, permit: Permit) -> asyncio.Task[Embeddings]:
+        """See ``LoadedModel``."""
+        if request.input_type is not None:
+            raise InvalidRequestError(
+                "a GGUF file has no prompts for queries and documents; leave out input_type, and write the prompt into "
+                "the text",
+                param="input_type",
+            )
+        return await super().embed(request, permit)
+
+    async def _read_texts(
+        self, texts: Sequence[str | Sequence[int]], *, input_type: InputType | None, truncate: bool, param: str
+    ) -> list[TextTokens]:
+        """See ``LoadedModel``."""
+        return [
+            TextTokens(await self._read(text, param if param == "query" else f"{param}.{at}", truncate=truncate))
+            for at, text in enumerate(texts)
+        ]
+
+    async def _read_pairs(self, query: str, documents: Sequence[str], *, truncate: bool) -> list[TextTokens]:
+        """See ``LoadedModel``. The documents are cut to the length that the query leaves."""
+        query_tokens, limit = await self._read(query, "query", truncate=False), self.tokenizer.context_length
+        room = limit - len(query_tokens) - self._pair_overhead_tokens
+        if room <= 0:
+            raise ContextLengthError(
+                f"query has {len(query_tokens)} tokens and {self.entry.id} takes {limit} in all, the document and the "
+                "tokens around both included; shorten the query",
+                param="query",
+            )
+        pairs = []
+        for at, document in enumerate(documents):
+            tokens, shown = await self._read(document, f"documents.{at}", truncate=truncate, limit=room), document
+            if len(tokens) == room and len(await self._tokenize(document)) > room:
+                # The special tokens at both ends are left out.
+                shown = await self.tokenizer.decoded(tokens[1:-1])
+            pairs.append(TextTokens((*query_tokens, *tokens), pair=(query, shown)))
+        return pairs
+
+    async def _read(
+        self, text: str | Sequence[int], param: str, *, truncate: bool, limit: int | None = None
+    ) -> tuple[int, ...]:
+        limit = limit or self.tokenizer.context_length
+        if isinstance(text, str):
+            check_characters(text, param)
+            tokens = await self._tokenize(text)
+        else:
+            tokens = tuple(text)
+            check_token_ids(tokens, param, self.entry, self.tokenizer.vocabulary_size)
+        check_text(tokens, param, self.entry, limit, truncate=truncate)
+        if len(tokens) <= limit:
+            return tokens
+        # The last token of a text is often a special one, which the model needs.
+        return (*tokens[: limit - 1], tokens[-1]) if isinstance(text, str) else tokens[:limit]
+
+    async def _tokenize(self, text: str) -> tuple[int, ...]:
+        at_most = self.tokenizer.context_length
+        return tuple(await self.tokenizer.tokenize(text, at_most=at_most, parse_special=False))
+
+    async def _compute(self, job: TextJob) -> Vectors:
+        """See ``LoadedModel``. Computes a slice of the texts at a time."""
+        # Imported here, because a model is loaded later if numpy is imported first, and only encoders need it.
+        import numpy as np
+
+        by_pairs = self.entry.kind == "rerank"
+        rows: list[list[float] | float] = []
+        for first in range(0, len(job.texts), SLICE):
+            part = job.texts[first : first + SLICE]
+            async with self._encoding:
+                job.start()
+                rows += await (self._scores(part) if by_pairs else self._vectors(part))
+            self.encoded_tokens += sum(len(text.tokens) for text in part)
+            self.worked_at = time.perf_counter()
+        job.peak_memory_bytes = self._memory_bytes
+        computed: Vectors = np.asarray(rows, dtype=np.float32)
+        if by_pairs and not job.raw:
+            # The activation that sentence-transformers uses for a head with one score, unless a file names another.
+            computed = (1 / (1 + np.exp(-computed))).astype(np.float32)
+        return computed
+
+    async def _vectors(self, texts: Sequence[TextTokens]) -> list[list[float]]:
+        answer = await self._ask("/v1/embeddings", {"input": [list(text.tokens) for text in texts]})
+        return [row["embedding"] for row in sorted(answer["data"], key=lambda row: int(row["index"]))]
+
+    async def _scores(self, texts: Sequence[TextTokens]) -> list[float]:
+        pairs = [text.pair for text in texts if text.pair is not None]
+        answer = await self._ask("/v1/rerank", {"query": pairs[0][0], "documents": [document for _, document in pairs]})
+        return [row["relevance_score"] for row in sorted(answer["results"], key=lambda row: int(row["index"]))]
+
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        try:
+            async with explained_end(self._process, self.entry.id):
+                return await self.tokenizer.connection.post(path, body)
+        except RefusedError as exc:
+            raise EngineError(f"llama.cpp did not compute these texts: {exc.message}") from exc
 
 
-class LlamaCppCore:
-    """The state of the engine: one *main* model of any kind, and pinned encoders. See ``EngineCore``."""
+def _end_if_overwritten(process: LlamaProcess, checking: asyncio.Future[bool]) -> None:
+    """End a process whose file was overwritten: it would use the new data."""
+    if not checking.cancelled() and checking.exception() is None and checking.result():
+        process.kill_for_overwritten_file()
+
+
+class LlamaCppEngine:
+    """``Engine`` for ``.gguf`` files."""
+
+    capabilities = Capabilities(thinking_budget=False, logprobs_with_own_tools=False, input_types=False, steering=False)
+    blas = None
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
         self._host = host
-        self._main: LlamaResident | None = None
-        self._pinned: dict[Kind, LlamaResident] = {}
-        self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
-        self._totals = TokenTotals()
-        self._starting: set[asyncio.Task[HostedModel]] = set()
-        self._dropping: set[asyncio.Task[None]] = set()
-        self._closed: LabError | None = None
-        self.failure: LabError | None = None
-        self.snapshot = EngineSnapshot(memory_total_bytes=total_bytes())
-        self._refreshing = asyncio.create_task(self._refresh(), name="lmx-lab llama.cpp engine")
+        self.memory = EngineMemory(total=total_bytes(), limit=limit_bytes(settings.memory_limit_bytes))
 
-    # Models
-
-    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """See ``InferenceEngine``."""
-        started = time.perf_counter()
-        self._main = await self._start(entry, spec)
-        self.failure = None
-        self._publish()
-        return self.snapshot.load_report(time.perf_counter() - started)
-
-    async def unload(self) -> int:
-        """See ``InferenceEngine``."""
-        main, self._main, self.failure = self._main, None, None
-        freed = 0
-        if main is not None:
-            freed = main.hosted.process.memory_bytes
-            await self._drop(main, NotLoadedError(f"{main.entry.id} was unloaded before this request ended"))
-        self._publish()
-        return freed
-
-    async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """See ``InferenceEngine``."""
-        started, before = time.perf_counter(), self._pinned.get(entry.kind)
-        pinned = self._pinned[entry.kind] = await self._start(entry, spec, replaced=before)
-        if before is not None:
-            await self._drop(before, NotLoadedError(f"{entry.id} was pinned in place of {before.entry.id}"))
-        self._publish()
-        load_time_ms = (time.perf_counter() - started) * 1e3
-        return LoadReport(model=entry.id, load_time_ms=load_time_ms, vram_gb=pinned.hosted.memory_bytes / 1e9)
-
-    async def unpin(self, kind: Kind) -> None:
-        """See ``InferenceEngine``."""
-        if (pinned := self._pinned.pop(kind, None)) is not None:
-            await self._drop(pinned, NotLoadedError(f"{pinned.entry.id} was unloaded before this request ended"))
-
-    async def close(self, error: LabError) -> None:
-        """See ``EngineCore``."""
-        self._closed = error
-        self._refreshing.cancel()
-        for rendering in self._rendering:
-            rendering.cancel()
-        starting = list(self._starting)
-        for task in starting:
-            task.cancel()
-        if starting:
-            await asyncio.wait(starting)
-        residents, self._main, self._pinned = self._residents(), None, {}
-        for resident in residents:
-            await self._drop(resident, error)
-        # An unload or a pin may be in progress, whose process would otherwise outlive the loop.
-        while self._dropping:
-            await asyncio.wait(list(self._dropping))
-        self._publish()
-
-    async def _start(
-        self, entry: ModelEntry, spec: LoadSpec, *, replaced: LlamaResident | None = None
-    ) -> LlamaResident:
-        """Start a process with this model, and return the model.
-
-        Args:
-            replaced: A model that is dropped afterwards, whose memory is therefore available.
-        """
-        others = [resident for resident in self._residents() if resident is not replaced]
-        used = self._host.used_by_others() + sum(resident.hosted.memory_bytes for resident in others)
-        limit = limit_bytes(self._settings.memory_limit_bytes) - used
-        if (error := self._closed) is not None:
-            raise type(error)(error.message)
-        task = asyncio.create_task(host_model(entry, spec, self._settings, limit_bytes=limit))
-        self._starting.add(task)
-        try:
-            hosted = await task
-        except asyncio.CancelledError:
-            if not task.cancelled() and task.exception() is None:
-                # The model became ready at the moment of the cancellation.
-                await task.result().process.stop()
-            if (error := self._closed) is not None:
-                raise type(error)(error.message) from None
-            raise
-        finally:
-            self._starting.discard(task)
-        resident = LlamaResident(
-            hosted=hosted,
-            answering=LlamaSlots(hosted, self._totals, turns=self._host.turns, on_change=self._publish),
-        )
-        resident.watch = asyncio.create_task(self._watch(resident), name=f"lmx-lab watches {entry.id}")
-        return resident
-
-    async def _drop(self, resident: LlamaResident, error: LabError) -> None:
-        """End the remaining requests of a model, and its process. This continues if the caller is cancelled."""
-        if resident.watch is not None:
-            resident.watch.cancel()
-            # The frame of the cancelled task refers to the model.
-            resident.watch = None
-        task = asyncio.create_task(self._end_resident(resident, error), name=f"lmx-lab drop of {resident.entry.id}")
-        self._dropping.add(task)
-        task.add_done_callback(self._dropping.discard)
-        await asyncio.shield(task)
-        self._publish()
-
-    async def _end_resident(self, resident: LlamaResident, error: LabError) -> None:
-        await resident.answering.close(error)
-        await resident.texts.end_all(error)
-        if resident.hosted.slot_files is not None:
-            await resident.hosted.slot_files.stop()
-        await resident.hosted.process.stop()
-        # Ends their process, too, which would otherwise live until the next garbage collection.
-        resident.hosted.grammars = None
-
-    async def _watch(self, resident: LlamaResident) -> None:
-        """Handle an unexpected end of the process."""
-        await resident.hosted.process.died.wait()
-        error = resident.hosted.death_error()
-        log.error("%s", error.message)
-        resident.watch, resident.hosted.memory_bytes = None, 0
-        if resident is self._main:
-            self._main, self.failure = None, error
-        self._pinned = {kind: pinned for kind, pinned in self._pinned.items() if pinned is not resident}
-        self._publish()
-        await self._drop(resident, error)
-        self._host.lost_model(resident.hosted.process.ended_by_request)
-
-    # Requests
-
-    async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool) -> None:
-        """See ``InferenceEngine``."""
-        for resident in self._residents():
-            resident.answering.answers.end_requests(admission, error, queued_only=queued_only)
-            resident.answering.answers.deliver()
-            if not queued_only:
-                await resident.texts.end(admission, error)
-
-    async def accept(
-        self,
-        entry: ModelEntry,
-        request: GenerationRequest,
-        permits: Sequence[Permit],
-        reader: asyncio.AbstractEventLoop,
-    ) -> list[Answer]:
-        """See ``EngineCore``. The prompt is computed separately for each answer.
-
-        If the caller was cancelled in the meantime, the streams are dropped, which cancels the generations.
-        """
-        arrived_at, resident = time.perf_counter(), self._resident_of(entry)
-        timeout_s = request.timeout_s or self._settings.request_timeout_s
-        preparing = prepare(
-            self._tokenizer(resident), request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
-        )
-        generations = await self._prepare(preparing, resident, permits[0], arrived_at, timeout_s)
-        for generation in generations:
-            generation.peak_memory_bytes = resident.hosted.memory_bytes
-        resident.answering.answers.add(generations)
-        resident.answering.update()
-        return resident.answering.answers.open(generations)
-
-    async def accept_embedding(
-        self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
-    ) -> Pending[Embeddings]:
-        """See ``EngineCore``."""
-        resident, texts = self._texts_of(entry, request)
-        reading = texts.read_inputs(request)
-        await self._prepare(reading, resident, permit, texts.arrived_at, texts.timeout_s)
-        return self._compute(resident, texts, texts.embeddings(request.dimensions), permit)
-
-    async def accept_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
-        """See ``EngineCore``."""
-        resident, texts = self._texts_of(entry, request)
-        if entry.kind == "rerank":
-            pairs = texts.read_pairs(request)
-            documents = await self._prepare(pairs, resident, permit, texts.arrived_at, texts.timeout_s)
-            work = texts.head_ranking(request.query, documents, raw=request.raw_scores)
-            return self._compute(resident, texts, work, permit)
-        reading = texts.read_documents(request)
-        await self._prepare(reading, resident, permit, texts.arrived_at, texts.timeout_s)
-        return self._compute(resident, texts, texts.cosine_ranking(), permit)
-
-    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
-        """See ``InferenceEngine``."""
-        return (await encode_prompt(self._tokenizer(self._resident_of(entry)), request))[0]
-
-    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
-        """See ``InferenceEngine``."""
-        hosted = self._hosted_with(entry, tokens)
-        return str((await hosted.connection.post("/detokenize", {"tokens": list(tokens)}))["content"])
-
-    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
-        """See ``InferenceEngine``."""
-        assert isinstance(request.prompt, ChatPrompt)
-        return await self._tokenizer(self._resident_of(entry)).render(request, request.prompt)
-
-    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
-        """See ``InferenceEngine``."""
-        known = (await self._hosted_with(entry, tokens).load_token_table()).tokens
-        return [known[token] for token in tokens]
-
-    def _hosted_with(self, entry: ModelEntry, tokens: Sequence[int]) -> HostedModel:
-        """Return a model in memory, whose vocabulary contains these tokens.
-
-        Raises:
-            NotLoadedError, InvalidRequestError: see ``InferenceEngine.decode``.
-        """
-        hosted = self._resident_of(entry).hosted
-        check_token_ids(tokens, "tokens", entry, hosted.vocabulary_size)
-        return hosted
-
-    def _tokenizer(self, resident: LlamaResident) -> LlamaTokenizer:
-        return LlamaTokenizer(hosted=resident.hosted, rendering=self._rendering)
-
-    def _resident_of(self, entry: ModelEntry) -> LlamaResident:
-        """Return the model in memory that was loaded or pinned with this entry object.
-
-        Raises:
-            NotLoadedError, EngineDeadError: the model is no longer in memory.
-        """
-        for resident in self._residents():
-            if resident.entry is entry:
-                return resident
-        if (failure := self.failure) is not None:
-            raise type(failure)(failure.message)
-        raise NotLoadedError(f"{entry.id} has been unloaded; {LOAD_FIRST}")
-
-    def _texts_of(
-        self, entry: ModelEntry, request: EmbeddingRequest | RerankRequest
-    ) -> tuple[LlamaResident, LlamaTexts]:
-        # Imported here, because a model is loaded later if numpy is imported first, and only encoders need it.
-        from lmx_lab.engine.llama_cpp.texts import LlamaTexts
-
-        resident = self._resident_of(entry)
-        timeout_s = request.timeout_s or self._settings.request_timeout_s
-        return resident, LlamaTexts(resident.hosted, timeout_s, time.perf_counter())
-
-    async def _prepare(
-        self, work: Coroutine[Any, Any, T], resident: LlamaResident, permit: Permit, arrived_at: float, timeout_s: float
-    ) -> T:
-        """Wait for the preparation of a request, and return its result. The model may be unloaded in the meantime.
-
-        Raises:
-            NotLoadedError: the model was unloaded, or is about to be.
-            GenerationTimeoutError: the preparation exceeds the time limit of the request.
-        """
-        hosted = resident.hosted
-        hosted.progress_at = time.perf_counter()
-        try:
-            async with deadline(arrived_at, timeout_s):
-                result = await work
-        except RefusedError as exc:
-            raise EngineError(f"llama.cpp could not prepare this request: {exc.message}") from exc
-        except EngineError:
-            # If the model was unloaded, or its process died, that is the reason, and these calls raise its error.
-            permit.check()
-            self._resident_of(resident.entry)
-            raise
-        except LabError:
-            raise
-        except Exception as exc:
-            log.exception("a request for %s could not be started", resident.entry.id)
-            raise EngineError(f"the request could not be started: {type(exc).__name__}: {exc}") from exc
-        permit.check()
-        self._resident_of(resident.entry)
-        return result
-
-    def _compute(
-        self, resident: LlamaResident, texts: LlamaTexts, work: Coroutine[Any, Any, T], permit: Permit
-    ) -> Pending[T]:
-        def count() -> None:
-            resident.hosted.progress_at = time.perf_counter()
-            self._totals.encoded_tokens += texts.computed_tokens
-            self._publish()
-
-        pending = resident.texts.start(work, permit, count)
-        self._publish()
-        return pending
-
-    # Results and the snapshot
-
-    def _residents(self) -> list[LlamaResident]:
-        return [*self._pinned.values(), *([self._main] if self._main is not None else [])]
-
-    def _publish(self) -> None:
-        """Replace the snapshot."""
-        main, residents = self._main, self._residents()
-        state: EngineState = "ready" if main is not None else "dead" if self.failure is not None else "empty"
-        totals = replace(self._totals)
-        for resident in residents:
-            resident.answering.answers.count(totals)
-        texts = sum(len(resident.texts) for resident in residents)
-        used_bytes = sum(resident.hosted.memory_bytes for resident in residents)
-        self.snapshot = replace(
-            self.snapshot,
-            state=state,
-            entry=main.entry if main is not None else None,
-            model_memory_bytes=main.hosted.memory_bytes if main is not None else 0,
-            context_length=main.hosted.context_length if main is not None else None,
-            slots=main.slots if main is not None else None,
-            batch_invariant=main is None or main.hosted.batch_invariant,
-            pinned=tuple(
-                PinnedModel(entry=pinned.entry, memory_bytes=pinned.hosted.memory_bytes)
-                for pinned in self._pinned.values()
-            ),
-            active_requests=sum(len(resident.answering.answers.scheduler.running) for resident in residents) + texts,
-            queued_requests=sum(len(resident.answering.answers.scheduler.queued) for resident in residents),
-            encode_requests=texts,
-            slot_free_s=main.answering.answers.slot_free_s if main is not None else 1.0,
-            memory_used_bytes=used_bytes,
-            memory_peak_bytes=max(self.snapshot.memory_peak_bytes, used_bytes),
-            progress_at=max((resident.hosted.progress_at for resident in residents), default=self.snapshot.progress_at),
-            totals=totals,
-        )
-
-    async def _refresh(self) -> None:
-        """Replace the snapshot and measure memory at regular intervals."""
-        measured_at = 0.0
-        while True:
-            # Tokens reach their readers without using this loop.
-            await asyncio.sleep(0.1)
-            now = time.perf_counter()
-            if now - measured_at >= 0.5:
-                measured_at = now
-                self._measure()
-            if self._residents():
-                self._publish()
-
-    def _measure(self) -> None:
-        # This is not part of ``_refresh``, because its variables would keep a model in memory after the unload.
-        for resident in self._residents():
-            resident.hosted.measure()
-
-
-class LlamaCppEngine(LoopEngine[LlamaCppCore]):
-    """``InferenceEngine`` for ``.gguf`` files."""
-
-    capabilities = Capabilities(
-        thinking_budget=False,
-        logprobs_with_own_tools=False,
-        input_types=False,
-        steering=False,
-    )
-    thread_name = "lmx-lab-gguf"
-
-    async def _make_core(self) -> LlamaCppCore:
-        return LlamaCppCore(self._settings, self._host)
-
-    @functools.cached_property
-    def _version(self) -> str:
-        return f"llama.cpp-{version(PACKAGE)}" if is_installed() else "llama.cpp"
-
-    @property
-    def fingerprint(self) -> str:
-        """See ``InferenceEngine``. The last suffix warns that other requests may change the bits of an answer."""
-        now = self.snapshot
-        copy = now.entry.copy if now.entry is not None else None
-        version = self._version if copy is None else f"{self._version}-{copy.type.lower()}-copy"
-        return version if now.batch_invariant else f"{version}-batch-dependent"
-
-    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
-        """See ``InferenceEngine``."""
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
+        """See ``Engine``."""
 
         def check() -> str | None:
             require_installed(entry.path)
             check_options(entry, spec)
-            limit = limit_bytes(self._settings.memory_limit_bytes) - other_bytes
             header = read_gguf(entry.path)
             draft = read_draft(entry)
-            plan_context(entry, header, slots=self._settings.slots, limit_bytes=limit, spec=spec, draft=draft)
+            plan_context(entry, header, slots=self._settings.slots, limit_bytes=room_bytes, spec=spec, draft=draft)
             return header.text("tokenizer.chat_template")
 
         template = await in_thread(check, name="lmx-lab-check")
         if template is not None and entry.kind == "chat":
             await try_template(template, entry.path)
+
+    async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LlamaModel:
+        """See ``Engine``. Starts a process with the model, and reads the properties of the model from it."""
+        settings = self._settings
+        header = await in_thread(functools.partial(read_gguf, entry.path))
+        draft = await in_thread(functools.partial(read_draft, entry))
+        plan = plan_context(entry, header, slots=settings.slots, limit_bytes=room_bytes, spec=spec, draft=draft)
+        fields = _common_params(entry, header, plan, settings, room_bytes, spec=spec)
+        if draft is not None:
+            prefix = "speculative.draft."
+            threads = {name: fields[name] for name in ("cpuparams.n_threads", "cpuparams_batch.n_threads")}
+            fields |= {"speculative_type": "DRAFT_SIMPLE", f"{prefix}mparams.path": str(draft.path)}
+            fields |= {f"{prefix}{name}": count for name, count in threads.items()}
+            fields |= _cache_types(cache_dtype(draft, spec), prefix)
+        allowed = min(room_bytes, round(plan.bytes * PLAN_FACTOR))
+        max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, room_bytes) + EXTRA_BYTES)
+        environ = {**llama_environ(os.environ), **SLOT_TEXTS}
+        process = await LlamaProcess.start(entry.path, fields, environ=environ, max_bytes=max_bytes)
+        try:
+            connection = LlamaConnection(process.socket, process.api_key)
+            (known,) = (await connection.get("/v1/models"))["data"]
+            tokenizer = LlamaTokenizer(
+                entry,
+                header,
+                process,
+                connection,
+                context_length=plan.context_length,
+                vocabulary_size=int(known["meta"]["n_vocab"]),
+            )
+            overhead_tokens = 1
+            if entry.kind == "chat":
+                await tokenizer.read_chat_format()
+            elif entry.kind == "rerank" and (pair := header.text("tokenizer.chat_template.rerank")) is not None:
+                empty = pair.replace("{query}", "").replace("{document}", "")
+                overhead_tokens += len(await tokenizer.tokenize(empty, at_most=len(pair), parse_special=True))
+            require_unchanged(entry)
+            quantizes_cache = cache_dtype(header, spec) is not None
+            return LlamaModel(
+                spec,
+                settings,
+                self._host,
+                tokenizer=tokenizer,
+                plan=plan,
+                slot_files=_open_slot_files(tokenizer, fields, settings),
+                uses_drafts="speculative_type" in fields,
+                batch_invariant=spec.deterministic or (is_batch_invariant(header) and quantizes_cache),
+                dimensions=int(known["meta"]["n_embd"]) if entry.kind != "chat" else None,
+                pair_overhead_tokens=overhead_tokens,
+            )
+        except BaseException as exc:
+            await process.stop()
+            if isinstance(exc, RefusedError | LabError) and not isinstance(exc, UnusableModelError):
+                raise UnusableModelError(f"{entry.path} is loaded by llama.cpp, but does not answer: {exc}") from exc
+            raise
+
+    def stop(self) -> None:
+        """See ``Engine``. The process of each model has ended with the model."""
+
+
+def _open_slot_files(tokenizer: LlamaTokenizer, fields: Mapping[str, Any], settings: Settings) -> SlotFiles | None:
+    if tokenizer.entry.kind != "chat" or settings.prefix_cache_dir is None:
+        return None
+    # Imported here, because numpy is slow to import, and few servers keep slots on disk.
+    from lmx_lab.engine.llama_cpp.slot_files import ARITHMETIC, SlotFiles, can_be_trimmed
+    from lmx_lab.engine.prefix_files import PrefixFiles
+
+    if (files := PrefixFiles.of(settings)) is None:
+        return None
+    versions = [f"{package} {version(package)}" for package in ("lmx-lab", PACKAGE)]
+    arithmetic = [*versions, *(f"{name} {fields.get(name)}" for name in ARITHMETIC)]
+    opening = asyncio.create_task(in_thread(functools.partial(files.open, tokenizer.entry, arithmetic)))
+    trims = can_be_trimmed(tokenizer.header)
+    return SlotFiles(files, tokenizer.connection, tokenizer.process.folder, opening, trims=trims)
+
+
+def _common_params(
+    entry: ModelEntry,
+    header: GgufHeader,
+    plan: ContextPlan,
+    settings: Settings,
+    limit_bytes: int,
+    *,
+    spec: LoadSpec,
+) -> dict[str, Any]:
+    """Return the fields of llama.cpp's ``CommonParams``."""
+    threads = settings.threads or default_threads(os.environ)
+    shared: dict[str, Any] = {
+        "cpuparams.n_threads": threads,
+        "cpuparams_batch.n_threads": threads,
+        # Otherwise, llama.cpp would choose another context length, and read a broken file twice.
+        "fit_params": False,
+        "endpoint_metrics": True,
+        "ui": False,
+        "verbosity": 1,
+        "n_ctx": plan.cache_tokens,
+        "n_batch": plan.batch_tokens,
+        "n_ubatch": 1 if plan.one_by_one else plan.batch_tokens,
+        "kv_unified": plan.unified,
+    }
+    if entry.kind != "chat":
+        # If the file does not specify the pooling, the mean is used, with which most models were trained.
+        pooled = header.integer(f"{entry.architecture}.pooling_type")
+        return shared | {
+            "embedding": True,
+            "pooling_type": "RANK" if entry.kind == "rerank" else None if pooled else "MEAN",
+            "n_parallel": plan.slots,
+        }
+    return shared | {
+        # One slot more than requests use, for trials of grammars.
+        "n_parallel": plan.slots + 1,
+        "cache_ram_mib": prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) // 2**20,
+        "use_jinja": True,
+        "endpoint_slots": True,
+        # In the chat format, a last message of the assistant is complete and is not continued.
+        "prefill_assistant": False,
+        "n_threads_http": plan.slots + settings.queue_limit + 4,
+        **(PROMPT_LOOKUP if spec.prompt_lookup else {}),
+        **(INVARIANT_ATTENTION if spec.deterministic and not plan.one_by_one else {}),
+        **_cache_types(spec.kv_cache_dtype),
+    }
+
+
+def read_draft(entry: ModelEntry) -> GgufHeader | None:
+    """Return the header of the draft model; None if there is none.
+
+    Raises:
+        UnusableModelError: its file cannot be used, or has another vocabulary.
+    """
+    if (draft := entry.draft) is None:
+        return None
+    header = read_gguf(draft.path)
+    target_tokens, tokens = (read_header(it.path, arrays=True).items(TOKENS) for it in (entry, draft))
+    check_vocabularies(entry, draft, target_tokens, tokens)
+    return header
+
+
+def _cache_types(dtype: KvCacheDtype | None, prefix: str = "") -> dict[str, int]:
+    # Needs flash attention, which llama.cpp uses for all models that support it, and refuses the others.
+    return {f"{prefix}cache_type_{side}": CACHE_TYPES[dtype] for side in "kv"} if dtype is not None else {}

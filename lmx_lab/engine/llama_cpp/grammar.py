@@ -42,7 +42,7 @@ Part = Mapping[str, Any]
 
 
 class GrammarChecker:
-    """Checks the grammars of one model. Belongs to the engine's loop.
+    """Checks the grammars of one model. Belongs to the manager's loop.
 
     Args:
         trial_s: Time limit of a trial. One token takes less time and has its own slot, but long prompts may be computed

@@ -200,7 +200,7 @@ def is_batch_invariant(header: GgufHeader) -> bool:
 
     Measured on x86-64: with weights of other types, such as Q4_K and F16, the product of a single row adds its terms in
     a different order than the product of several rows. Attention has such differences with all types of weights; see
-    ``INVARIANT_ATTENTION`` in ``model``.
+    ``INVARIANT_ATTENTION`` in ``engine``.
     """
     return all(tensor.type in BATCH_INVARIANT_TYPES for tensor in header.tensors if len(tensor.shape) > 1)
 

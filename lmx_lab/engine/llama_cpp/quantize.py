@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.engine.find import gpu_of_mlx
-from lmx_lab.engine.llama_cpp.model import llama_environ
-from lmx_lab.engine.llama_cpp.process import require_installed
+from lmx_lab.engine.llama_cpp.process import llama_environ, require_installed
 from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsupported
 from lmx_lab.engine.memory import default_threads, limit_bytes
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError

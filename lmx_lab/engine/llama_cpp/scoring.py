@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from lmx_lab.engine.grammar.worker import TokenTable
-from lmx_lab.engine.llama_cpp.model import HostedModel
+from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.errors import EngineError, UnusableModelError
 from lmx_lab.values.outputs import PromptScores, TokenLogprob, token_text
 
@@ -38,7 +38,7 @@ ENTROPY_ERROR = 0.005
 
 
 async def score_prompt(
-    hosted: HostedModel,
+    tokenizer: LlamaTokenizer,
     tokens: Sequence[int],
     *,
     top: int,
@@ -56,8 +56,8 @@ async def score_prompt(
     Raises:
         RefusedError, EngineError: see ``LlamaConnection``.
     """
-    table = await hosted.load_token_table()
-    scorer = _Scorer(hosted, table, tokens, top, distributions=distributions)
+    table = await tokenizer.load_token_table()
+    scorer = _Scorer(tokenizer, table, tokens, top, distributions=distributions)
     scores = [_entry(table, token, None) for token in tokens[: max(1, start)]]
     for at, count in _runs(table, tokens, len(scores), FULL_RUN_TOKENS if distributions else RUN_TOKENS):
         scores += await scorer.force(at, count) if count else [await scorer.look_up(at)]
@@ -102,9 +102,9 @@ class _Scorer:
     """Sends the requests for one prompt."""
 
     def __init__(
-        self, hosted: HostedModel, table: TokenTable, tokens: Sequence[int], top: int, *, distributions: bool
+        self, tokenizer: LlamaTokenizer, table: TokenTable, tokens: Sequence[int], top: int, *, distributions: bool
     ) -> None:
-        self._hosted = hosted
+        self._tokenizer = tokenizer
         self._table = table
         self._tokens = tokens
         self._top = top
@@ -115,7 +115,7 @@ class _Scorer:
         run = list(self._tokens[at : at + count])
         grammar = "root ::= " + " ".join(f"<[{token}]>" for token in run)
         alternatives = max(self._top, MORE[1] if self._distributions else MORE[0])
-        entries = await self._generate(at, count, min(alternatives, self._hosted.vocabulary_size), grammar=grammar)
+        entries = await self._generate(at, count, min(alternatives, self._tokenizer.vocabulary_size), grammar=grammar)
         if [entry["id"] for entry in entries] != run:
             raise EngineError("llama.cpp did not generate the tokens that it was forced to; the prompt is not scored")
         scores = [self._read(entry, entry) for entry in entries]
@@ -133,11 +133,13 @@ class _Scorer:
         Raises:
             UnusableModelError: the vocabulary has no token that is a letter.
         """
-        token, size = self._tokens[at], self._hosted.vocabulary_size
+        token, size = self._tokens[at], self._tokenizer.vocabulary_size
         # After a token that is a whole character, llama.cpp reports alternatives.
         letters = (at for at, data in enumerate(self._table.tokens) if len(data) == 1 and data.isalpha())
         if (letter := next(letters, None)) is None:
-            raise UnusableModelError(f"the vocabulary of {self._hosted.entry.id} has no letters; it cannot score text")
+            raise UnusableModelError(
+                f"the vocabulary of {self._tokenizer.entry.id} has no letters; it cannot score text"
+            )
         bias = [[letter, OUTWEIGHS]]
         for count in (*MORE, size):
             (entry,) = await self._generate(at, 1, min(count, size), logit_bias=bias)
@@ -156,7 +158,7 @@ class _Scorer:
             "stream": False,
             **how,
         }
-        answer = await self._hosted.connection.post("/completion", body)
+        answer = await self._tokenizer.connection.post("/completion", body)
         entries: list[Mapping[str, Any]] = answer.get("completion_probabilities") or []
         if len(entries) != count:
             raise EngineError(
@@ -174,7 +176,7 @@ class _Scorer:
         return replace(
             _entry(self._table, int(entry["id"]), logprob, tuple(others)),
             rank=1 + sum(other > logprob for other in logprobs) if logprob >= logprobs[-1] else None,
-            entropy=entropy(logprobs, self._hosted.vocabulary_size),
+            entropy=entropy(logprobs, self._tokenizer.vocabulary_size),
         )
 
 

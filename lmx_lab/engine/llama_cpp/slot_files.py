@@ -1,4 +1,4 @@
-"""Keep the slots of llama.cpp on disk. Belongs to the engine's loop.
+"""Keep the slots of llama.cpp on disk. Belongs to the manager's loop.
 
 llama.cpp saves and restores a slot as a file of its own format, in the private folder of its process. It does not check
 these files, and a damaged one crashes the process (measured). The cache therefore stores their content with a checksum,
@@ -33,7 +33,6 @@ from lmx_lab.engine.prefix_files import (
     common_prefix,
 )
 from lmx_lab.errors import EngineError
-from lmx_lab.values.engine import TokenTotals
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.gguf.header import GgufHeader
 
@@ -132,17 +131,18 @@ class SlotFiles:
     async def _idle_slots(self) -> list[Mapping[str, Any]]:
         return [slot for slot in await self._connection.get("/slots") if not slot["is_processing"]]
 
-    def save(self, answer: LlamaGeneration, totals: TokenTotals) -> None:
-        """Save the slot of an answer that has ended, after the slots of earlier answers.
+    @property
+    def written_bytes(self) -> int:
+        """Number of bytes that were written to the disk."""
+        return self._files.written_bytes
 
-        Args:
-            totals: Counts the bytes that are written.
-        """
+    def save(self, answer: LlamaGeneration) -> None:
+        """Save the slot of an answer that has ended, after the slots of earlier answers."""
         if not self._files.is_open:
             return
         self._waiting.append(answer)
         if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(self._save_all(totals), name="lmx-lab llama.cpp slots")
+            self._saving = asyncio.create_task(self._save_all(), name="lmx-lab llama.cpp slots")
 
     async def stop(self) -> None:
         """Continue to save the waiting slots for ``CLOSE_S`` at most, and stop."""
@@ -153,16 +153,14 @@ class SlotFiles:
         self._waiting.clear()
         self._opening.cancel()
 
-    async def _save_all(self, totals: TokenTotals) -> None:
+    async def _save_all(self) -> None:
         while self._waiting:
             answer = self._waiting.popleft()
-            written = self._files.written_bytes
             try:
                 async with asyncio.timeout(SAVE_S):
                     await self._save(answer)
             except (RefusedError, EngineError, OSError, TimeoutError) as exc:
                 log.debug("a slot was not saved: %s", exc)
-            totals.prefix_disk_written_bytes += self._files.written_bytes - written
 
     async def _save(self, answer: LlamaGeneration) -> None:
         prompt: Tokens = np.asarray(answer.prompt, dtype=np.int32)

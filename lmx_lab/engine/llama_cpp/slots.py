@@ -1,4 +1,4 @@
-"""Compute answers in the slots of a llama.cpp process. Belongs to the engine's loop."""
+"""Compute answers in the slots of a llama.cpp process. Belongs to the manager's loop."""
 
 from __future__ import annotations
 
@@ -8,46 +8,58 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.answers import Answers
 from lmx_lab.engine.llama_cpp.answer import AnswerReader, LlamaGeneration, choose, set_decoding_at
 from lmx_lab.engine.llama_cpp.connection import RefusedError
-from lmx_lab.engine.llama_cpp.model import HostedModel
+from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan
+from lmx_lab.engine.llama_cpp.process import explained_end
 from lmx_lab.engine.llama_cpp.request import chat_body, completion_body, sampling
 from lmx_lab.engine.llama_cpp.scoring import score_prompt
+from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.scheduler import Turns, Verdict
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
-from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.outputs import Delta, GenerationReport, PromptProgress
 from lmx_lab.values.timeline import StepKind
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
 
 log = logging.getLogger(__name__)
 
 
 class LlamaSlots:
-    """The ``Computation`` of one hosted model. Each generation that has a slot has a task.
+    """The ``Computation`` of one chat model. Each generation that has a slot has a task.
 
     Args:
-        totals: Counts the tokens of all generations that have ended.
-        on_change: See ``Answers``.
+        slot_files: Keeps the slots on disk; None if that is off.
+        uses_drafts: Whether llama.cpp drafts tokens, with a draft model or by prompt lookup.
     """
 
     def __init__(
-        self, hosted: HostedModel, totals: TokenTotals, *, turns: Turns, on_change: Callable[[], None]
+        self,
+        tokenizer: LlamaTokenizer,
+        plan: ContextPlan,
+        *,
+        turns: Turns,
+        slot_files: SlotFiles | None,
+        uses_drafts: bool,
     ) -> None:
-        self._hosted = hosted
-        self._totals = totals
+        self._tokenizer = tokenizer
+        self._process = tokenizer.process
+        self._connection = tokenizer.connection
+        self._plan = plan
+        self._slot_files = slot_files
+        self._uses_drafts = uses_drafts
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._tasks: dict[LlamaGeneration, asyncio.Task[None]] = {}
         self._paused: dict[LlamaGeneration, asyncio.Event] = {}
         """The generations without a slot whose tasks stop or wait, and the events that wake the tasks."""
-        self.answers: Answers[AnswerReader] = Answers(
-            self, totals, slots=hosted.plan.slots, turns=turns, on_change=on_change
-        )
+        self.answers: Answers[AnswerReader] = Answers(self, slots=plan.slots, turns=turns)
 
     def update(self) -> None:
         """Start what can start, deliver, and set the time of the next call."""
@@ -79,7 +91,7 @@ class LlamaSlots:
         """See ``Computation``. All prompts may be computed at the same time."""
         self.answers.scheduler.prefilled(generation)
         self.answers.post(generation, PromptProgress(done=0, total=len(generation.prompt)))
-        task = asyncio.create_task(self._run(generation), name=f"lmx-lab generation on {self._hosted.entry.id}")
+        task = asyncio.create_task(self._run(generation), name=f"lmx-lab generation on {self._tokenizer.entry.id}")
         self._tasks[generation] = task
         task.add_done_callback(lambda _: self._tasks.pop(generation))
 
@@ -98,7 +110,6 @@ class LlamaSlots:
 
     def remove(self, generation: LlamaGeneration) -> None:
         """See ``Computation``."""
-        self._hosted.progress_at = time.perf_counter()
         self._paused.pop(generation, None)
         task = self._tasks.get(generation)
         if task is not None and task is not asyncio.current_task():
@@ -120,7 +131,7 @@ class LlamaSlots:
             self.answers.cancel(generation)
             raise
         except Exception as exc:
-            end = _as_lab_error(exc, self._hosted)
+            end = _as_lab_error(exc, self._tokenizer.entry.id)
         if end is not None:
             self.answers.end(generation, end)
             self.update()
@@ -139,7 +150,7 @@ class LlamaSlots:
             reader.pause(generation)
         now = time.perf_counter()
         set_decoding_at(generation, now)
-        generation.peak_memory_bytes = self._hosted.memory_bytes
+        generation.peak_memory_bytes = max(generation.peak_memory_bytes, self._process.memory_bytes)
         report = generation.report(now)
         # The answer is complete. It ends without ids that cannot be found, whatever the reason.
         with contextlib.suppress(RefusedError, LabError, TimeoutError):
@@ -148,10 +159,10 @@ class LlamaSlots:
                     await self._send_last_ids(generation)
                 elif reader.route != "/completion" and generation.request.needs_ids:
                     fields = sampling(
-                        generation.request, choice=generation.choice, context_length=self._hosted.context_length
+                        generation.request, choice=generation.choice, context_length=self._plan.context_length
                     )
                     tokens = await _find_parsed_ids(
-                        self._hosted,
+                        self._tokenizer,
                         generation.prompt,
                         fields,
                         output_tokens=generation.output_tokens,
@@ -162,7 +173,7 @@ class LlamaSlots:
 
     async def _send_last_ids(self, generation: LlamaGeneration) -> None:
         """Send the ids of tokens that llama.cpp did not report, if they can be found."""
-        index, reader = await self._hosted.load_token_index(), generation.row
+        index, reader = await self._tokenizer.load_token_index(), generation.row
         is_greedy = not generation.request.sampling.temperature
         found: list[Sequence[int]] = []
         for gap in reader.gaps:
@@ -173,13 +184,15 @@ class LlamaSlots:
                     before = [*reader.tokens[: reader.sent_ids], *reader.last_ids(found).ids]
                     body = self._body(generation, before, output_tokens=len(before))
                     body |= {"n_predict": gap.count, "stream": False, "return_progress": False, "return_tokens": True}
-                    missing = list((await self._hosted.connection.post("/completion", body)).get("tokens") or [])
+                    missing = list((await self._connection.post("/completion", body)).get("tokens") or [])
                 found.append(missing)
                 continue
             candidates = index.candidates(gap)
             usual: list[int] = []
             if len(candidates) > 1:
-                usual = await self._hosted.tokenize(gap.text, at_most=len(gap.text.encode()) + 2, parse_special=False)
+                usual = await self._tokenizer.tokenize(
+                    gap.text, at_most=len(gap.text.encode()) + 2, parse_special=False
+                )
             if (tokens := choose(candidates, gap, usual)) is None:
                 return
             found.append(tokens)
@@ -190,14 +203,14 @@ class LlamaSlots:
         request, prompt = generation.request, generation.prompt
 
         def progress(done: int) -> None:
-            self._hosted.progress_at = now = time.perf_counter()
+            now = time.perf_counter()
             self._log_step(generation, "prefill", now, done - generation.computed_tokens)
             generation.computed_tokens = done
             self.answers.post(generation, PromptProgress(done=done, total=len(prompt)))
             self.answers.deliver()
 
         scores = await score_prompt(
-            self._hosted,
+            self._tokenizer,
             prompt,
             top=request.top_logprobs or 0,
             start=request.score_from,
@@ -215,7 +228,7 @@ class LlamaSlots:
         The answer is read on its reader's event loop, because a switch between threads for each token would cost as
         much as all other work for the token.
         """
-        reader, connection, slots = generation.row, self._hosted.connection, self._hosted.slot_files
+        reader, connection, slots = generation.row, self._connection, self._slot_files
         if slots is not None and not reader.tokens:
             reader.restored_tokens = await slots.restore(generation.prompt)
         body = json.dumps(self._body(generation, reader.pieces, output_tokens=generation.output_tokens)).encode()
@@ -225,16 +238,10 @@ class LlamaSlots:
         except RuntimeError:
             streaming.close()
             raise EngineError("the event loop of the reader is closed") from None
-        try:
+        async with explained_end(self._process, self._tokenizer.entry.id):
             await asyncio.wrap_future(future)
-        except EngineError:
-            # The end of a connection is detected before the end of the process, which may be the cause.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hosted.process.died.wait(), 1.0)
-                raise self._hosted.death_error() from None
-            raise
         if slots is not None and generation.finish is not None:
-            slots.save(generation, self._totals)
+            slots.save(generation)
 
     def _body(self, generation: LlamaGeneration, answer: Sequence[int | str], *, output_tokens: int) -> dict[str, Any]:
         """Return the body of a request for an answer.
@@ -243,14 +250,14 @@ class LlamaSlots:
             answer: The part of the answer that was generated by earlier requests, as ids of tokens and as texts.
             output_tokens: Number of tokens of this part.
         """
-        request, reader, hosted = generation.request, generation.row, self._hosted
+        request, reader, tokenizer = generation.request, generation.row, self._tokenizer
         if reader.route != "/completion":
             return chat_body(
                 request,
                 reader.chat,
                 choice=generation.choice,
                 max_tokens=generation.max_tokens,
-                context_length=hosted.context_length,
+                context_length=self._plan.context_length,
             )
         return completion_body(
             request,
@@ -258,11 +265,11 @@ class LlamaSlots:
             choice=generation.choice,
             max_tokens=generation.max_tokens - output_tokens,
             may_end=output_tokens >= request.min_tokens - len(generation.start),
-            context_length=hosted.context_length,
+            context_length=self._plan.context_length,
             grammar=generation.grammar,
-            markers=list(hosted.chat_format.markers),
-            vocabulary_size=hosted.vocabulary_size,
-            timings=hosted.uses_drafts,
+            markers=list(tokenizer.chat_format.markers),
+            vocabulary_size=tokenizer.vocabulary_size,
+            timings=self._uses_drafts,
         )
 
     def _deliver_event(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
@@ -271,7 +278,8 @@ class LlamaSlots:
             # It has ended, and ``answers`` delivers the end to its reader.
             return True
         now = time.perf_counter()
-        self._hosted.progress_at = now
+        # It is passed to the reader directly, and not by ``answers``.
+        self.answers.progress_at = now
         reader = generation.row
         prompt_tokens, output_tokens = generation.computed_tokens, generation.output_tokens
         for item in reader.read(generation, event, now):
@@ -298,12 +306,12 @@ class LlamaSlots:
             now,
             tokens=tokens,
             requests=len(running),
-            kv_bytes=cached_tokens * self._hosted.plan.token_bytes,
+            kv_bytes=cached_tokens * self._plan.token_bytes,
         )
 
 
 async def _find_parsed_ids(
-    hosted: HostedModel, prompt: Sequence[int], fields: Mapping[str, Any], *, output_tokens: int, ended: bool
+    tokenizer: LlamaTokenizer, prompt: Sequence[int], fields: Mapping[str, Any], *, output_tokens: int, ended: bool
 ) -> tuple[int, ...]:
     """Return the tokens of an answer that llama.cpp has parsed and that has just ended; none if they cannot be found.
 
@@ -318,28 +326,28 @@ async def _find_parsed_ids(
     """
     # The last token of an answer is sampled, but is not in the cache.
     length = len(prompt) + output_tokens - 1
-    for slot in await hosted.connection.get("/slots"):
+    for slot in await tokenizer.connection.get("/slots"):
         if slot["is_processing"] or slot.get("n_prompt_tokens") != length:
             continue
-        tokens = await hosted.tokenize(
+        tokens = await tokenizer.tokenize(
             slot.get("generated", ""), at_most=output_tokens + 1, parse_special=True, add_special=False
         )
         if len(tokens) != output_tokens - ended:
             continue
         known = [*prompt, *tokens]
         body = {**fields, "temperature": 0, "prompt": known, "n_predict": 1, "return_tokens": True}
-        answer = await hosted.connection.post("/completion", body)
+        answer = await tokenizer.connection.post("/completion", body)
         # The last token is always computed again.
         if answer["timings"]["cache_n"] != len(known) - 1:
             continue
         if not ended:
             return tuple(tokens)
-        ends = (await hosted.load_token_table()).eos_tokens
+        ends = (await tokenizer.load_token_table()).eos_tokens
         return (*tokens, *(token for token in answer["tokens"] if token in ends))
     return ()
 
 
-def _as_lab_error(failure: BaseException, hosted: HostedModel) -> LabError:
+def _as_lab_error(failure: BaseException, model: str) -> LabError:
     match failure:
         case LabError():
             return failure
@@ -349,5 +357,5 @@ def _as_lab_error(failure: BaseException, hosted: HostedModel) -> LabError:
             return InvalidRequestError(f"llama.cpp refuses this request: {failure.message}")
         case RefusedError():
             return EngineError(f"the generation failed inside llama.cpp: {failure.message}")
-    log.error("a generation of %s failed", hosted.entry.id, exc_info=failure)
+    log.error("a generation of %s failed", model, exc_info=failure)
     return EngineError(f"the generation failed: {type(failure).__name__}: {failure}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -18,7 +17,7 @@ from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes, PrefixRead
 from lmx_lab.engine.mlx.kv_cache import Footprint, KvState
-from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.prefill import PrefillPace
 from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
 from lmx_lab.engine.mlx.sampling import (
@@ -35,7 +34,6 @@ from lmx_lab.engine.mlx.sampling import (
 from lmx_lab.engine.mlx.speculative import Drafter, DraftModel, ModelDrafter, PromptLookup, SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
 from lmx_lab.engine.prefix_files import Tokens, common_prefix
-from lmx_lab.engine.requests import InfillPrompt
 from lmx_lab.values.outputs import PromptScores, TokenLogprob
 
 NO_STOP = StopSequences()
@@ -52,10 +50,10 @@ MIN_CHUNK_TOKENS = 1 if mx.default_device() == mx.cpu else 256 if memory.is_of_d
 class MlxRow:
     """The data of an answer that only the MLX engine needs."""
 
-    model: weakref.ref[LoadedModel]
-    """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""
     tokens: list[int]
     """The tokens to compute: the prompt, and after a pause also the answer so far."""
+    ends: frozenset[int]
+    """The tokens that end the answer."""
     uncomputed_tokens: int = field(init=False)
     """Number of tokens that are still to be computed before the next token is generated."""
     key: Tokens = field(init=False)
@@ -131,7 +129,7 @@ Event = ChunkComputed | PromptScored | TokenGenerated
 class PromptScoring:
     """Scores the prompt of one request in chunks. Its cache is then used for generation."""
 
-    def __init__(self, generation: MlxGeneration, model: LoadedModel) -> None:
+    def __init__(self, generation: MlxGeneration, model: ChatWeights) -> None:
         self.generation = generation
         self._model = model
         self.layers: list[Any] = make_prompt_cache(model.model)
@@ -180,7 +178,7 @@ class Batch:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ChatWeights,
         samplers: Samplers,
         threads: ThreadChoice,
         *,
@@ -202,7 +200,7 @@ class Batch:
         self._disk = disk
         self._generator = BatchGenerator(
             model.model,
-            stop_tokens=[[token] for token in sorted(model.end_tokens())],
+            stop_tokens=[[token] for token in sorted(model.ends)],
             completion_batch_size=slots,
             prefill_batch_size=prompts,
             prefill_step_size=memory.MAX_CHUNK_TOKENS,
@@ -287,16 +285,15 @@ class Batch:
             row.sampler = self._samplers.get(request.sampling, choice=generation.choice)
             row.processors = processors(request.sampling, generation.start)
             if request.min_tokens and not request.ignore_eos:
-                ends = sorted(self._model.end_tokens(request))
-                row.processors.append(MinimumLength(request.min_tokens - len(generation.start), ends))
+                row.processors.append(MinimumLength(request.min_tokens - len(generation.start), sorted(row.ends)))
         sampler = row.sampler
         if generation.constraint is not None:
             sampler = ConstrainedSampler(generation.constraint, sampler, normalize=request.sampling.top_p < 1)
         stop_sequences = None  # None selects those of the model.
         if request.ignore_eos:
             stop_sequences = [NO_STOP]
-        elif isinstance(request.prompt, InfillPrompt):
-            stop_sequences = [StopSequences([[token] for token in sorted(self._model.end_tokens(request))])]
+        elif row.ends != self._model.ends:
+            stop_sequences = [StopSequences([[token] for token in sorted(row.ends)])]
         (row.uid,) = self._generator.insert(
             [row.tokens[known:]],
             max_tokens=[generation.max_tokens - generation.output_tokens],
@@ -395,7 +392,7 @@ class Batch:
         batch = self._generator._generation_batch
         row = batch.uids.index(generation.row.uid)
         token, logprobs = int(batch._next_tokens[row].item()), batch._next_logprobs[row]
-        ended = not generation.request.ignore_eos and token in self._model.end_tokens(generation.request)
+        ended = not generation.request.ignore_eos and token in generation.row.ends
         is_last = generation.output_tokens + 1 == generation.max_tokens
         self.remove(generation)
         return TokenGenerated(generation, token, logprobs, "stop" if ended else "length" if is_last else None)
@@ -414,7 +411,8 @@ class Batch:
 
     @property
     def _decoding(self) -> int:
-        return sum(generation.row.is_decoding for generation in self._generations.values())
+        # A copy, because other threads estimate when a slot is free.
+        return sum(generation.row.is_decoding for generation in list(self._generations.values()))
 
     def _score(self, chunk: int) -> list[Event]:
         """Score one chunk of the prompt that arrived first."""

@@ -12,20 +12,22 @@ import logging
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.cpu_blas import ThreadChoice
-from lmx_lab.engine.encoders import LoadedEncoder, TextTokens
+from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.jobs import JobQueue
-from lmx_lab.errors import ContextLengthError, EngineError, LabError, QueueFullError
-from lmx_lab.values.outputs import EncodeReport, Vectors
+from lmx_lab.engine.model import LoadedModel
+from lmx_lab.engine.texts import TextJob, TextTokens
+from lmx_lab.errors import ContextLengthError, EngineError, QueueFullError
+from lmx_lab.values.outputs import Vectors
 
 log = logging.getLogger(__name__)
 ON_CPU = mx.default_device() == mx.cpu
@@ -40,36 +42,20 @@ LAYERWISE_TOKENS = 64
 """Smaller batches are computed without interruption, since their layers take less time than an interruption."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EncodedRows:
-    """One row for each text, in the order of the texts: vectors, or a reranker's scores."""
-
-    rows: Vectors
-    report: EncodeReport
-
-
 @dataclass(kw_only=True, eq=False)
-class EncodeJob:
-    """The texts of one request, and the rows that have been computed."""
+class EncodeJob(TextJob):
+    """The texts of one request, and the rows that have been computed: vectors, or a reranker's scores."""
 
-    texts: Sequence[TextTokens]
+    model: LoadedModel[Any]
     encoder: weakref.ref[LoadedEncoder]
     """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""
-    model_id: str
-    permit: Permit
-    arrived_at: float
-    timeout_s: float
-    raw: bool = False
-    """Whether a reranker's scores are returned without its activation."""
-    done: Future[EncodedRows] = field(default_factory=Future)
+    done: Future[Vectors] = field(default_factory=Future)
     rows: dict[int, Vectors] = field(default_factory=dict)
     """Rows of the distinct texts that have been computed, by the index of the text."""
     left: list[tuple[int, int]] = field(init=False)
     """Length and index of each distinct text that is not in a batch yet, in ascending order of length."""
     same_as: list[int] = field(init=False)
     """For each text, the index of the first text equal to it. Equal texts get identical rows."""
-    started_at: float = 0.0
-    peak_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         first: dict[TextTokens, int] = {}
@@ -96,18 +82,10 @@ class EncodeJob:
         del self.left[start:end]
         return [index for _, index in reversed(taken)]
 
-    def result(self, encoder: LoadedEncoder, now: float) -> EncodedRows:
+    def result(self, encoder: LoadedEncoder) -> Vectors:
         """Return the rows of all texts, all of which must have been computed."""
-        report = EncodeReport(
-            model=self.model_id,
-            texts=len(self.texts),
-            tokens=sum(len(text.tokens) for text in self.texts),
-            queue_s=self.started_at - self.arrived_at,
-            compute_s=now - self.started_at,
-            peak_memory_bytes=self.peak_memory_bytes,
-        )
-        rows = np.stack([self.rows[index] for index in self.same_as])
-        return EncodedRows(rows=rows if self.raw else encoder.activate(rows), report=report)
+        rows: Vectors = np.stack([self.rows[index] for index in self.same_as])
+        return rows if self.raw else encoder.activate(rows)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -156,8 +134,8 @@ class EncodingBatch:
         return hidden
 
 
-class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
-    """Computes jobs in turn, one batch each, and ends each exactly once. Runs on the engine thread.
+class EncodingLoop(JobQueue[EncodeJob, Vectors]):
+    """Computes the texts of all encoders: jobs in turn, one batch each. Runs on the engine thread.
 
     Args:
         used_bytes: Returns how much of the memory limit all models and requests use now, on all engines.
@@ -176,7 +154,7 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         note_peak: Callable[[int], None],
         max_tokens: int = 16_000_000,
     ) -> None:
-        super().__init__("send fewer texts")
+        super().__init__()
         self._max_tokens = max_tokens
         self._threads = threads
         # One core computes each part: apart from matrix products, MLX uses only one core for much of a layer.
@@ -188,8 +166,6 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         self._make_room = make_room
         self._note_peak = note_peak
         self._batch: EncodingBatch | None = None
-        self.tokens = 0
-        """Number of tokens computed since the engine started."""
 
     def add(self, job: EncodeJob) -> None:
         """Queue a job.
@@ -214,7 +190,6 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
             busy: Whether answers are generated at the same time; batches are smaller then.
         """
         until = time.perf_counter() + limit_s
-        self._expire()
         while self._jobs:
             try:
                 if self._batch is None:
@@ -243,7 +218,7 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
             return None
         encoder = first.encoder()
         if encoder is None:
-            self._fail(first, EngineError(f"{first.model_id} was unloaded before this request ended"))
+            self.end_all([first], EngineError(f"{first.model.entry.id} was unloaded before this request ended"))
             return None
         longest = first.left[-1][0]
         for rows in (max(1, part_tokens // longest) * len(self._streams), 1):
@@ -258,16 +233,15 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
                     f"a text of {longest} tokens needs {needed / 1e9:.2f} GB in addition to the {used / 1e9:.2f} GB in "
                     f"use, and {self._limit_bytes / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
                 )
-                self._fail(first, ContextLengthError(message))
+                self.end_all([first], ContextLengthError(message))
             return None
         members: list[tuple[EncodeJob, int]] = []
         for job in [first, *(job for job in self._jobs if job is not first)]:
             if job.encoder() is encoder:
                 taken = job.take(longest * MIN_LENGTH_RATIO, longest, rows - len(members))
                 members += [(job, index) for index in taken]
-        now = time.perf_counter()
         for job, _ in members:
-            job.started_at = job.started_at or now
+            job.start()
         # Moved behind the others, so that a request of one text does not wait for all batches of one of ten thousand.
         self._jobs.remove(first)
         self._jobs.append(first)
@@ -296,17 +270,17 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         self._batch = None
         peak = memory.take_peak_bytes()
         self._note_peak(peak)
-        self.tokens += sum(len(job.texts[index].tokens) for job, index in batch.members)
         for job, index, row in batch.results:
+            job.model.encoded_tokens += len(job.texts[index].tokens)
             job.rows[index] = row
             job.peak_memory_bytes = max(job.peak_memory_bytes, peak)
         for job in [job for job in self._jobs if job.is_complete]:
             try:
-                result = job.result(batch.encoder, time.perf_counter())
+                result = job.result(batch.encoder)
             except Exception as exc:
                 log.exception("the result of a request for embeddings or scores could not be made from its rows")
                 message = f"the result could not be made from the computed rows: {type(exc).__name__}: {exc}"
-                self._fail(job, EngineError(message))
+                self._end(job, EngineError(message))
             else:
                 self._end(job, result)
 
@@ -327,9 +301,9 @@ class EncodingLoop(JobQueue[EncodeJob, EncodedRows]):
         self.end_all(failed, error)
         memory.release()
 
-    def _fail(self, job: EncodeJob, error: LabError) -> None:
-        # The batch of the job is still computed if it has texts of other jobs.
-        super()._fail(job, error)
+    def cancel(self, job: EncodeJob) -> None:
+        """See ``JobQueue``. The batch of the job is still computed if it has texts of other jobs."""
+        super().cancel(job)
         if self._batch is not None and not any(member in self._jobs for member, _ in self._batch.members):
             self._batch.close()
             self._batch = None

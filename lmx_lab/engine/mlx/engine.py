@@ -1,119 +1,343 @@
-"""Provide the MLX engine for other threads and event loops.
+"""Load models in MLX's format. Their weights are used on the engine's thread, to which the loaded models post requests.
 
-Requests go to the engine thread as commands on a queue; tokens come back through ``Answer``, vectors and scores as
-numpy arrays. Any number of event loops may use one engine at the same time.
+A model is loaded on a thread of its own, so that the models in memory continue to answer.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+import time
+import weakref
+from collections.abc import Iterator, Sequence, Sized
+from concurrent.futures import Future
 from importlib.metadata import version
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from lmx_lab.engine.admission import AdmissionControl, Permit
-from lmx_lab.engine.interface import Capabilities, EngineHost
+from lmx_lab.engine.admission import Permit
+from lmx_lab.engine.cancellation import Cancellation
+from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.model import check_fits
-from lmx_lab.engine.mlx.prepare import PromptPreparer
-from lmx_lab.engine.mlx.prepare_texts import TextPreparer
-from lmx_lab.engine.mlx.state import Loaded, MlxCore
-from lmx_lab.engine.mlx.thread import EngineThread
-from lmx_lab.engine.requests import (
-    EmbeddingRequest,
-    Embeddings,
-    GenerationRequest,
-    Ranking,
-    RerankRequest,
-    TraceRequest,
-)
-from lmx_lab.engine.stream import Answer, Pending
+from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
+from lmx_lab.engine.mlx.encoding import EncodeJob
+from lmx_lab.engine.mlx.load import check_fits, load_chat
+from lmx_lab.engine.mlx.loop import GenerationLoop
+from lmx_lab.engine.mlx.model import ChatWeights
+from lmx_lab.engine.mlx.steering import RequestSteering
+from lmx_lab.engine.mlx.thread import LoadThread, MlxThread
+from lmx_lab.engine.mlx.tokenizer import MlxTokenizer
+from lmx_lab.engine.mlx.tracing import TraceJob
+from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
+from lmx_lab.engine.preparer import Tokenizer, encode_prompt, token_of
+from lmx_lab.engine.requests import GenerationRequest, Prompt, TraceRequest
+from lmx_lab.engine.texts import TextJob, TextTokens, deadline
+from lmx_lab.engine.tokenizing.encoder import SHORT_CHARACTERS
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files, read_tokens
 from lmx_lab.engine.tokenizing.templates import try_templates_of
-from lmx_lab.engine.validation import check_options, check_vocabularies
-from lmx_lab.errors import EngineDeadError, EngineError, LabError, UnusableModelError
+from lmx_lab.engine.validation import (
+    check_length,
+    check_options,
+    check_steered_weights,
+    check_token_ids,
+    check_tokens,
+    check_vocabularies,
+)
+from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import Kind, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.engine import BlasReport, TokenTotals
+from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.outputs import InputType, Vectors
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights.files import check_files, in_thread
+from lmx_lab.weights.fingerprint import known_content_digest, require_unchanged
 
 log = logging.getLogger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
+Item = TypeVar("Item", bound=Sized)
+# On a GPU, the last bits of a result depend on the number of requests that are computed together.
+FINGERPRINT = f"mlx-{version('mlx')}{'' if mx.default_device() == mx.cpu else '-batch-dependent'}"
+SLICE = 256
+"""Number of texts that are tokenized together, so that a request of one text need not wait for ten thousand others.
+They have at most ``SHORT_CHARACTERS`` characters, unless a single text has more."""
 
 
-def _without_frames(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate a method so that its errors have no traceback, and other exceptions become an ``EngineError``.
+class MlxModel(LoadedModel[MlxRow]):
+    """A model whose weights are used on the engine's thread. Does not refer to them after ``close``."""
 
-    Some frames refer to the model. Code that keeps the error, such as a notebook with its last error, would therefore
-    keep the weights in memory.
-    """
+    def __init__(
+        self,
+        entry: ModelEntry,
+        spec: LoadSpec,
+        settings: Settings,
+        host: EngineHost,
+        *,
+        thread: MlxThread,
+        memory_bytes: int,
+        **parts: Any,
+    ) -> None:
+        super().__init__(entry, spec, settings, host, fingerprint=FINGERPRINT, **parts)
+        self._thread = thread
+        self._memory_bytes = memory_bytes
 
-    @functools.wraps(method)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    @property
+    def memory_bytes(self) -> int:
+        """See ``LoadedModel``."""
+        return self._memory_bytes if self.lost is None else 0
+
+    @property
+    def progress_at(self) -> float:
+        """See ``LoadedModel``."""
+        return max(self.worked_at, self._thread.progress_at)
+
+    async def _close(self, error: LabError) -> int:
+        await self._jobs.end(error)
         try:
-            return await method(*args, **kwargs)
-        except LabError as exc:
-            failure = exc.with_traceback(None)
-        except Exception as exc:
-            log.exception("a request could not be started")
-            failure = EngineError(f"the request could not be started: {type(exc).__name__}: {exc}")
-        failure.__context__ = None
-        raise failure
+            return await self._thread.call(lambda thread: thread.unload(self, error))
+        except EngineDeadError:
+            return 0  # the thread has released all memory
 
-    return call
+
+class MlxChat(MlxModel):
+    """A chat model in memory."""
+
+    def __init__(
+        self,
+        entry: ModelEntry,
+        spec: LoadSpec,
+        settings: Settings,
+        host: EngineHost,
+        *,
+        thread: MlxThread,
+        weights: ChatWeights,
+        tokenizer: MlxTokenizer,
+    ) -> None:
+        self.generating = GenerationLoop(
+            weights,
+            settings,
+            prompt_lookup=spec.prompt_lookup is not False,
+            turns=host.turns,
+            post=lambda work: thread.post(lambda _: work()),
+            room=thread,
+        )
+        self._weights = weakref.ref(weights)
+        super().__init__(
+            entry,
+            spec,
+            settings,
+            host,
+            thread=thread,
+            memory_bytes=weights.traits.footprint.weights_bytes,
+            tokenizer=tokenizer,
+            answers=self.generating.answers,
+            context_length=tokenizer.context_length,
+            slots=settings.slots,
+        )
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """See ``LoadedModel``."""
+        return self.generating.prefix_cache_bytes
+
+    @property
+    def totals(self) -> TokenTotals:
+        """See ``LoadedModel``."""
+        totals = super().totals
+        totals.prefix_disk_written_bytes = self.generating.written_bytes
+        return totals
+
+    async def _end_answers(self, error: LabError, *, queued_only: bool) -> None:
+        def end(_: MlxThread) -> None:
+            try:
+                self.generating.answers.end_all(error, queued_only=queued_only)
+            finally:
+                self.generating.answers.deliver()
+
+        # A request that is being added meanwhile is refused by its permit.
+        if self.generating.answers.scheduler.idle:
+            return
+        try:
+            await self._thread.call(end)
+        except EngineDeadError:
+            return  # the thread has ended all requests
+
+    async def _prepare(
+        self,
+        tokenizer: Tokenizer[MlxRow],
+        request: GenerationRequest,
+        permits: Sequence[Permit],
+        *,
+        reader: asyncio.AbstractEventLoop,
+        arrived_at: float,
+        timeout_s: float,
+    ) -> list[MlxGeneration]:
+        if any(each.weights for each in request.steer):
+            digest = await in_thread(lambda: known_content_digest(self.entry))
+            check_steered_weights(request.steer, self.entry, digest)
+        return await super()._prepare(
+            tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
+        )
+
+    async def _add(self, generations: Sequence[MlxGeneration]) -> None:
+        """See ``LoadedModel``.
+
+        Raises:
+            NotLoadedError: the model has been unloaded, or is about to be.
+            InvalidRequestError: the request has vectors that do not fit the model.
+        """
+
+        def add(thread: MlxThread) -> None:
+            first, weights = generations[0], self.generating.weights
+            first.permit.check()
+            thread.require(self)
+            if first.request.steer and weights is not None:
+                steering = RequestSteering.of(first.request.steer, weights.hook_points)
+                for generation in generations:
+                    generation.row.steering = steering
+            self.generating.add(generations)
+
+        await self._thread.call(add)
+
+    async def trace(self, request: TraceRequest, permit: Permit) -> asyncio.Task[Trace]:
+        """See ``LoadedModel``."""
+        tokenizer, _ = self._chat()
+        arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
+        async with self._accepting(permit, arrived_at, timeout_s):
+            tokens, clean = [
+                [] if prompt is None else await self._trace_tokens(tokenizer, prompt)
+                for prompt in (request.prompt, request.clean)
+            ]
+            chosen = []
+            for param in ("token", "answer", "other"):
+                if (named := getattr(request.work, param, None)) is not None:
+                    token = await token_of(tokenizer, named, param)
+                    check_token_ids([token], param, self.entry, tokenizer.vocabulary_size)
+                    chosen.append(token)
+        job = TraceJob(work=request.work, tokens=tokens, clean=clean, chosen=chosen, model=self, weights=self._weights)
+
+        async def work() -> Trace:
+            async with deadline(arrived_at, timeout_s, "trace a shorter text, or fewer positions"):
+                return await self._thread.compute(self._thread.tracing, job)
+
+        return self._jobs.start(work(), permit, is_started=lambda: job.started_at > 0, is_encoding=False)
+
+    async def _trace_tokens(self, tokenizer: Tokenizer[MlxRow], prompt: Prompt) -> list[int]:
+        request = GenerationRequest(prompt=prompt, max_tokens=0)
+        check_tokens(request, self.entry, tokenizer.vocabulary_size)
+        tokens, _ = await encode_prompt(tokenizer, request)
+        check_length(request, tokens, self.entry, tokenizer.context_length)
+        return tokens
+
+
+class MlxEncoder(MlxModel):
+    """An embedder or a reranker in memory."""
+
+    def __init__(
+        self,
+        entry: ModelEntry,
+        spec: LoadSpec,
+        settings: Settings,
+        host: EngineHost,
+        *,
+        thread: MlxThread,
+        encoder: LoadedEncoder,
+    ) -> None:
+        super().__init__(
+            entry,
+            spec,
+            settings,
+            host,
+            thread=thread,
+            memory_bytes=encoder.memory_bytes,
+            dimensions=encoder.dimensions,
+            context_length=encoder.context_length,
+        )
+        self.pair_method = encoder.method
+        self._texts = encoder.texts
+        self._encoder = weakref.ref(encoder)
+
+    async def _read_texts(
+        self, texts: Sequence[str | Sequence[int]], *, input_type: InputType | None, truncate: bool, param: str
+    ) -> list[TextTokens]:
+        """See ``LoadedModel``."""
+        read: list[TextTokens] = []
+        for at, part in _slices(texts):
+            first = None if param == "query" else at
+            read += await self._texts.texts(part, input_type=input_type, truncate=truncate, param=param, first=first)
+        return read
+
+    async def _read_pairs(self, query: str, documents: Sequence[str], *, truncate: bool) -> list[TextTokens]:
+        """See ``LoadedModel``."""
+        read: list[TextTokens] = []
+        for first, part in _slices(documents, beside=len(query)):
+            read += await self._texts.pairs(query, part, truncate=truncate, first=first)
+        return read
+
+    def _job(self, texts: Sequence[TextTokens], arrived_at: float, *, raw: bool = False) -> EncodeJob:
+        return EncodeJob(texts=texts, arrived_at=arrived_at, raw=raw, model=self, encoder=self._encoder)
+
+    async def _compute(self, job: TextJob) -> Vectors:
+        """See ``LoadedModel``."""
+        assert isinstance(job, EncodeJob)
+        return await self._thread.compute(self._thread.encoding, job)
+
+
+def _slices(items: Sequence[Item], *, beside: int = 0) -> Iterator[tuple[int, list[Item]]]:
+    """Yield the index of the first item, and items that are tokenized together.
+
+    Args:
+        beside: Number of characters that are tokenized together with each item.
+    """
+    first, part, characters = 0, list[Item](), 0
+    for at, item in enumerate(items):
+        if part and (len(part) == SLICE or characters + len(item) + beside > SHORT_CHARACTERS):
+            yield first, part
+            first, part, characters = at, [], 0
+        part.append(item)
+        characters += len(item) + beside
+    if part:
+        yield first, part
 
 
 class MlxEngine:
-    """``InferenceEngine`` for models in MLX's format."""
+    """``Engine`` for models in MLX's format. Its thread starts with the first load, and again after it has died."""
 
-    capabilities = Capabilities(
-        thinking_budget=True,
-        logprobs_with_own_tools=True,
-        input_types=True,
-        steering=True,
-    )
-    # On a GPU, the last bits of a result depend on the number of requests that are computed together.
-    fingerprint = f"mlx-{version('mlx')}{'' if mx.default_device() == mx.cpu else '-batch-dependent'}"
+    capabilities = Capabilities(thinking_budget=True, logprobs_with_own_tools=True, input_types=True, steering=True)
 
-    def __init__(self, settings: Settings, host: EngineHost | None = None) -> None:
+    def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
-        self._thread = EngineThread(settings, host or EngineHost())
-        self._prompts = PromptPreparer(settings, self._model_of)
-        self.texts = TextPreparer(settings, self._thread, self._model_of)
-
-    def start(self) -> None:
-        """See ``InferenceEngine``."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """See ``InferenceEngine``. Blocks until the current step, or load, is over."""
-        self._thread.stop()
-
-    @property
-    def snapshot(self) -> EngineSnapshot:
-        """See ``InferenceEngine``."""
-        return self._thread.snapshot
+        self._host = host
+        self.cancel_s = 5.0
+        """Time for a cancelled load to end. It is exceeded only if a disk does not respond."""
+        self._thread: MlxThread | None = None
+        self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
+        self._total_bytes = memory.total_bytes()
+        self._loader: LoadThread | None = None
+        """None before the first load, and after one that was abandoned."""
+        self._is_of_device = memory.is_of_device()
+        self._peak_bytes = 0
+        """The largest value of threads that have ended."""
 
     @property
-    def alive(self) -> bool:
-        """See ``InferenceEngine``."""
-        return self._thread.alive
+    def memory(self) -> EngineMemory:
+        """See ``Engine``."""
+        thread, used = self._thread, memory.used_bytes()
+        return EngineMemory(
+            total=self._total_bytes,
+            limit=self._limit_bytes,
+            used=used,
+            peak=max(self._peak_bytes, used, thread.peak_bytes if thread is not None else 0),
+            is_of_device=self._is_of_device,
+        )
 
     @property
-    def failure(self) -> LabError | None:
-        """See ``InferenceEngine``."""
-        return self._thread.core.failure if self._thread.core is not None else None
+    def blas(self) -> BlasReport | None:
+        """See ``Engine``."""
+        return self._thread.blas if self._thread is not None else None
 
-    # Models
-
-    async def check(self, entry: ModelEntry, spec: LoadSpec, *, other_bytes: int = 0) -> None:
-        """See ``InferenceEngine``."""
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
+        """See ``Engine``."""
         check_options(entry, spec)
         if spec.deterministic:
             raise UnusableModelError(
@@ -127,13 +351,9 @@ class MlxEngine:
                 "kv_cache_dtype, or load a GGUF file of the model, such as smollm2-135m-gguf",
                 param="kv_cache_dtype",
             )
-
-        def check() -> None:
-            check_fits(entry, limit_bytes=memory.limit_bytes(self._settings.memory_limit_bytes) - other_bytes)
-            # Files that would block a load, or never end, are refused while the current model still answers.
-            check_files(entry.path)
-
-        await in_thread(check, name="lmx-lab-check")
+        check_fits(entry, limit_bytes=room_bytes)
+        # Files that would block a load, or never end, are refused while other models still answer.
+        await in_thread(lambda: check_files(entry.path), name="lmx-lab-check")
         try:
             await check_tokenizer_files(entry.path)
         except UnusableModelError as exc:
@@ -150,102 +370,82 @@ class MlxEngine:
 
             await in_thread(check_draft, name="lmx-lab-check")
 
-    async def load(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """See ``InferenceEngine``."""
-        await in_thread(self.start)
-        return await self._thread.call_cancellable(lambda core: core.load(entry, spec))
-
-    async def unload(self) -> int:
-        """See ``InferenceEngine``."""
-        # A thread that has died has already released all memory.
-        with contextlib.suppress(EngineDeadError):
-            return await self._thread.call(MlxCore.unload)
-        return 0
-
-    async def pin(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """See ``InferenceEngine``."""
-        await in_thread(self.start)
-        return await self._thread.call_cancellable(lambda core: core.pin(entry, spec))
-
-    async def unpin(self, kind: Kind) -> None:
-        """See ``InferenceEngine``."""
-        with contextlib.suppress(EngineDeadError):
-            await self._thread.call(lambda core: core.unpin(kind))
-
-    # Requests
-
-    async def end_requests(self, admission: AdmissionControl, error: LabError, *, queued_only: bool = False) -> None:
-        """See ``InferenceEngine``."""
-        # A thread that has died has already ended all requests.
-        with contextlib.suppress(EngineDeadError):
-            await self._thread.call(lambda core: core.end_requests(admission, error, queued_only=queued_only))
-
-    @_without_frames
-    async def submit_all(
-        self, entry: ModelEntry, request: GenerationRequest, permits: Sequence[Permit]
-    ) -> list[Answer]:
-        """See ``InferenceEngine``. The prompt is computed once for all answers."""
-        generations = await self._prompts.prepare(entry, request, permits)
-        if (core := self._thread.core) is None:
-            raise EngineDeadError("the engine was stopped")
-        streams = core.generating.answers.open(generations)
+    async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> MlxModel:
+        """See ``Engine``. A cancelled load ends before it reads the next tensor."""
+        if self._thread is None or self._thread.ended is not None:
+            self._peak_bytes = self.memory.peak or 0
+            self._thread = MlxThread(self._settings, self._host, limit_bytes=self._limit_bytes)
+        cancellation = Cancellation()
+        load = functools.partial(self._load, entry, spec, room_bytes, self._thread, cancellation)
+        loader = self._loader = self._loader or LoadThread()
+        loading = loader.submit(load)
         try:
-            await self._thread.call(lambda core: core.submit(generations))
-        except LabError as exc:
-            for generation in generations:
-                generation.mailbox.deliver(exc)
+            loaded = await asyncio.shield(asyncio.wrap_future(loading))
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            await asyncio.shield(asyncio.create_task(self._end_load(entry, loader, loading)))
             raise
-        # On any other exception, such as a cancellation, the streams are dropped, which cancels the generations.
-        return streams
+        if isinstance(loaded, LabError):
+            raise loaded
+        return loaded
 
-    @_without_frames
-    async def submit_embedding(
-        self, entry: ModelEntry, request: EmbeddingRequest, permit: Permit
-    ) -> Pending[Embeddings]:
-        """See ``InferenceEngine``."""
-        return await self.texts.embed(entry, request, permit)
+    async def _end_load(self, entry: ModelEntry, loader: LoadThread, loading: Future[MlxModel | LabError]) -> None:
+        """Wait until a cancelled load has ended, and unload its model if it was just ready."""
+        done = asyncio.wrap_future(loading)
+        if not (await asyncio.wait([done], timeout=self.cancel_s))[0]:
+            # The model is dropped on its thread when the disk responds.
+            log.error("the load of %s does not respond; its thread is abandoned", entry.id)
+            loader.end()
+            self._loader = None if self._loader is loader else self._loader
+        elif isinstance(loaded := done.result(), MlxModel):
+            await loaded.close(NotLoadedError("the load was cancelled"))
 
-    @_without_frames
-    async def submit_rerank(self, entry: ModelEntry, request: RerankRequest, permit: Permit) -> Pending[Ranking]:
-        """See ``InferenceEngine``."""
-        return await self.texts.rerank(entry, request, permit)
-
-    @_without_frames
-    async def submit_trace(self, entry: ModelEntry, request: TraceRequest, permit: Permit) -> Pending[Trace]:
-        """See ``InferenceEngine``."""
-        job = await self._prompts.prepare_trace(entry, request, permit)
-        await self._thread.call(lambda core: core.trace(job))
-        return Pending(job.done, lambda trace: trace, lambda: self._thread.post(lambda core: core.cancel_trace(job)))
-
-    @_without_frames
-    async def encode(self, entry: ModelEntry, request: GenerationRequest) -> list[int]:
-        """See ``InferenceEngine``."""
-        return await self._prompts.tokens_of(entry, request)
-
-    @_without_frames
-    async def render(self, entry: ModelEntry, request: GenerationRequest) -> str:
-        """See ``InferenceEngine``."""
-        return await self._prompts.render(entry, request)
-
-    @_without_frames
-    async def decode(self, entry: ModelEntry, tokens: Sequence[int]) -> str:
-        """See ``InferenceEngine``."""
-        return await self._prompts.decode(entry, tokens)
-
-    @_without_frames
-    async def token_bytes(self, entry: ModelEntry, tokens: Sequence[int]) -> list[bytes]:
-        """See ``InferenceEngine``."""
-        return await self._prompts.token_bytes(entry, tokens)
-
-    def _model_of(self, entry: ModelEntry) -> Loaded:
-        """Return the model in memory that was loaded with this entry.
-
-        Raises:
-            EngineDeadError: the engine thread has died.
-            NotLoadedError, OutOfMemoryError: see ``MlxCore.model_of``.
+    def _load(
+        self, entry: ModelEntry, spec: LoadSpec, room_bytes: int, thread: MlxThread, cancellation: Cancellation
+    ) -> MlxModel | LabError:
+        """Load a model and return it, or return the error. A raised exception would refer to frames, and so keep the
+        weights in memory. Runs on the thread of loads.
         """
-        if (dead := self._thread.dead) is not None:
-            raise EngineDeadError(f"the engine has died ({dead!r}); load a model to start it again")
-        core = self._thread.core
-        assert core is not None, "a model was loaded"
-        return core.model_of(entry)
+        loaded: MlxModel | LabError
+        try:
+            with cancellation.applied():
+                # The BLAS is chosen there first.
+                thread.started.result()
+                check_files(entry.path)
+                loaded = self._read(entry, spec, room_bytes, thread, cancellation)
+        except LabError as exc:
+            loaded = type(exc)(exc.message, param=exc.param)
+        except Exception as exc:
+            log.exception("%s could not be loaded", entry.id)
+            what = f"{type(exc).__name__}: {exc}"
+            loaded = UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model")
+        memory.release()
+        return loaded
+
+    def _read(
+        self, entry: ModelEntry, spec: LoadSpec, room_bytes: int, thread: MlxThread, cancellation: Cancellation
+    ) -> MlxModel:
+        """Read a model, and pass its weights to the engine's thread."""
+        settings, host, dtype = self._settings, self._host, self._settings.dtype
+        model: MlxModel
+        loaded: GenerationLoop | LoadedEncoder
+        if entry.kind == "chat":
+            weights, tokenizer = load_chat(
+                entry, limit_bytes=room_bytes, dtype=dtype, context_length=spec.context_length
+            )
+            model = chat = MlxChat(entry, spec, settings, host, thread=thread, weights=weights, tokenizer=tokenizer)
+            loaded = chat.generating
+        else:
+            loaded = load_encoder(entry, limit_bytes=room_bytes, dtype=dtype)
+            model = MlxEncoder(entry, spec, settings, host, thread=thread, encoder=loaded)
+        require_unchanged(entry)
+        thread.post(lambda thread: thread.add(model, loaded, cancellation)).result()
+        return model
+
+    def stop(self) -> None:
+        """See ``Engine``. Blocks until the current step is over."""
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.end(wait_s=self.cancel_s)
+        if self._thread is not None:
+            self._thread.stop()

@@ -1,4 +1,4 @@
-"""Run the requests of a chat model on the engine thread, from the queue to their end."""
+"""Run the requests of one chat model on the engine thread, from the queue to their end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import mlx.core as mx
 
@@ -18,13 +18,13 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, MlxGeneration, MlxRow, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
 from lmx_lab.engine.mlx.kv_cache import STEP_TOKENS
-from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.sampling import Samplers
 from lmx_lab.engine.prefix_files import PrefixFiles
 from lmx_lab.engine.scheduler import Turns, Verdict
 from lmx_lab.errors import EngineError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import BlasReport, TokenTotals
+from lmx_lab.values.engine import BlasReport
 from lmx_lab.values.outputs import PromptProgress
 from lmx_lab.values.timeline import StepKind
 
@@ -34,41 +34,60 @@ UNLOAD_ABOVE = 1.1
 than not answering."""
 
 
-class GenerationLoop:
-    """Runs the requests of one chat model, which ``use`` sets, in a batch: the ``Computation`` of the MLX engine.
+class Room(Protocol):
+    """The memory that all models of the engine share."""
 
-    Belongs to the engine thread.
+    @property
+    def limit_bytes(self) -> int:
+        """How much all models and requests may use, on all engines."""
+
+    def used_bytes(self) -> int:
+        """Return how much they use now."""
+
+    def needed_by_others(self, loop: GenerationLoop) -> int:
+        """Return what all models and requests but those of this loop need, without cached prefixes."""
+
+    def is_busy_beside(self, loop: GenerationLoop) -> bool:
+        """Return whether the requests of other loops will release memory when they end."""
+
+    def keep_prefixes(self, limit_bytes: int) -> None:
+        """Drop caches of ended requests, of all loops, until at most ``limit_bytes`` are left."""
+
+    def free(self, excess_bytes: int) -> None:
+        """Drop caches of ended requests until ``excess_bytes`` are released, or no cache is left."""
+
+
+class GenerationLoop:
+    """Runs the requests of one chat model in a batch: the ``Computation`` of the MLX engine.
+
+    Belongs to the engine thread. Other threads may read ``answers``, ``written_bytes`` and ``prefix_cache_bytes``.
 
     Args:
-        on_change, post: See ``Answers``.
-        used_bytes: Returns how much of the memory limit all models and requests use now, on all engines.
-        other_bytes: The same for the models and requests of other loops and engines.
+        weights: The model. This object does not refer to it after ``close``.
+        post: See ``Answers``.
+        room: The memory that all models and requests share.
     """
 
     def __init__(
         self,
+        weights: ChatWeights,
         settings: Settings,
-        threads: ThreadChoice,
         *,
+        prompt_lookup: bool,
         turns: Turns,
-        blas: BlasReport,
-        limit_bytes: int,
-        used_bytes: Callable[[], int],
-        other_bytes: Callable[[], int],
-        on_change: Callable[[], object],
         post: Callable[[Callable[[], object]], object],
+        room: Room,
     ) -> None:
+        self._weights: ChatWeights | None = weights
         self._settings = settings
-        self._blas = blas
-        self._threads = threads
-        self._limit_bytes = limit_bytes
-        self._used_bytes = used_bytes
-        self._other_bytes = other_bytes
-        self._samplers = Samplers()
-        self._model: LoadedModel | None = None
+        self._prompt_lookup = prompt_lookup
+        self._room = room
+        self.batch: Batch | None = None
         self.disk: DiskPrefixes | None = None
-        self._written_bytes_before = 0
-        self._prompt_lookup = False
+        self.written_bytes = 0
+        """Number of bytes that were written to disk."""
+        self.used_s = 0.0
+        """Time of its steps. Of several models with work, the one with the least time is next."""
         self._step = 0
         """Number of the current step, which requests that are computed together have in common."""
         self._step_started_at = 0.0
@@ -76,12 +95,12 @@ class GenerationLoop:
         """Number of requests that had a slot when the current step began."""
         self._kv_key, self._kv_bytes = (0, 0), 0
         """Number of running requests and length of the longest KV cache in ``STEP_TOKENS``; size of all caches."""
-        self.batch: Batch | None = None
-        self.totals = TokenTotals()
-        """Counts of the requests that have ended, and of the bytes that were written to disk."""
-        self.answers: Answers[MlxRow] = Answers(
-            self, self.totals, slots=settings.slots, turns=turns, on_change=on_change, post=post
-        )
+        self.answers: Answers[MlxRow] = Answers(self, slots=settings.slots, turns=turns, post=post)
+
+    @property
+    def weights(self) -> ChatWeights | None:
+        """The model; None after ``close``."""
+        return self._weights
 
     @property
     def idle(self) -> bool:
@@ -94,28 +113,43 @@ class GenerationLoop:
 
     @property
     def prefix_cache_bytes(self) -> int:
-        return self.batch.prefixes.nbytes if self.batch else 0
+        batch = self.batch
+        return batch.prefixes.nbytes if batch is not None else 0
+
+    @property
+    def running_bytes(self) -> int:
+        """Estimated memory of the model and of its running requests when they end."""
+        if self._weights is None:
+            return 0
+        lengths = [len(each.prompt) + each.max_tokens for each in self.answers.scheduler.running]
+        chunk = memory.MAX_CHUNK_TOKENS if lengths else 0
+        return self._weights.traits.footprint.running_bytes(lengths, chunk=chunk)
 
     @property
     def decode_s(self) -> float:
         """Estimated duration of a step that computes only the next token of each answer; 0 if it is not known."""
         return self.batch.decode_s if self.batch is not None else 0.0
 
-    def use(self, model: LoadedModel | None, *, prompt_lookup: bool = False) -> None:
-        """Generate with this model from now on; the requests of the previous one must have ended."""
-        if self.disk is not None:
-            self.disk.close(self.batch.prefixes if self.batch is not None else None)
-            self._count_written_bytes(self.disk)
-        self._model = self.batch = self.disk = None
-        self._kv_key, self._kv_bytes = (0, 0), 0
-        self._prompt_lookup = prompt_lookup
-        if model is not None:
-            if (files := PrefixFiles.of(self._settings)) is not None:
-                self._written_bytes_before = self.totals.prefix_disk_written_bytes
-                self.disk = DiskPrefixes(files, model.entry, [*model.arithmetic(), self._blas.name, self._blas.detail])
-            self._model, self.batch = model, self._new_batch(model)
+    def start(self, threads: ThreadChoice, samplers: Samplers, blas: BlasReport) -> None:
+        """Prepare to compute requests. Called once, on the engine thread."""
+        assert self._weights is not None
+        self._threads, self._samplers = threads, samplers
+        if (files := PrefixFiles.of(self._settings)) is not None:
+            arithmetic = [*self._weights.arithmetic(), blas.name, blas.detail]
+            self.disk = DiskPrefixes(files, self._weights.entry, arithmetic)
+        self.batch = self._new_batch(self._weights)
 
-    def _new_batch(self, model: LoadedModel) -> Batch:
+    def close(self, error: LabError) -> None:
+        """End the requests, and release the model. ``Answers.deliver`` passes the errors on."""
+        try:
+            self.answers.end_all(error)
+        finally:
+            if self.disk is not None:
+                self.disk.close(self.batch.prefixes if self.batch is not None else None)
+                self.written_bytes = self.disk.written_bytes
+            self._weights = self.batch = self.disk = None
+
+    def _new_batch(self, model: ChatWeights) -> Batch:
         settings = self._settings
         # On a CPU, several long prompts that are computed together would all end later. Short prompts are faster
         # together than in small chunks between the tokens of running answers.
@@ -129,7 +163,7 @@ class GenerationLoop:
             self._threads,
             slots=settings.slots,
             prompts=min(lanes, settings.slots),
-            prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._limit_bytes),
+            prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._room.limit_bytes),
             disk=self.disk,
             wired=settings.wired_memory,
             prompt_lookup=self._prompt_lookup,
@@ -143,58 +177,67 @@ class GenerationLoop:
             uncached = len(first.prompt) - self.batch.prefixes.longest(first.row.key, first.row.variant)
         self.answers.add(generations, uncached=uncached)
 
-    def step(self) -> None:
+    def step(self, *, computes: bool, idle: bool) -> None:
         """Perform one step: check deadlines, start queued requests, compute one step of the batch.
+
+        Args:
+            computes: Whether it is the turn of this model to compute.
+            idle: Whether no model computes answers, so that this may wait a few milliseconds for a disk.
 
         Raises:
             OutOfMemoryError: there is too little memory for this model, which must be unloaded. Its requests have
                 ended with this error.
         """
+        started = time.perf_counter()
         try:
-            self._advance()
+            self._advance(computes=computes, idle=idle)
         except Exception as exc:
             failure = self._fail_step(exc)
         else:
             return
+        finally:
+            self.used_s += time.perf_counter() - started
         # Raised outside the handler, in which it would refer to the frames of the failed step. For the same reason,
         # this method has no variables that refer to the model.
         if isinstance(failure, OutOfMemoryError):
             raise failure
 
-    def _advance(self) -> None:
+    def _advance(self, *, computes: bool, idle: bool) -> None:
         self.answers.update(time.perf_counter())
         if (batch := self.batch) is None:
             return
-        if not batch.is_empty:
-            self._step += 1
-            running = self.answers.scheduler.running
-            self._step_requests, self._step_started_at = len(running), time.perf_counter()
-            events = batch.step()
-            lengths = [
-                len(each.prompt) + each.output_tokens
-                if each.row.is_decoding
-                else len(each.row.tokens) - each.row.uncomputed_tokens
-                for each in running
-            ]
-            key = (len(lengths), -(-max(lengths, default=0) // STEP_TOKENS))
-            # Not at each step: the caches grow by ``STEP_TOKENS``, and the sum over the layers takes tens of
-            # microseconds.
-            if key != self._kv_key:
-                self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
-            for event in events:
-                # A request may have ended with one of several tokens of this step.
-                if event.generation in self.answers.scheduler:
-                    self._process(batch, event)
-            if (used_bytes := self._used_bytes()) > self._limit_bytes:
-                # The estimates were too low, or other engines use more than at the start of these requests.
-                self.shrink_prefixes(used_bytes - self._limit_bytes)
-                if (used_bytes := self._used_bytes()) > UNLOAD_ABOVE * self._limit_bytes:
-                    raise MemoryError(
-                        f"{used_bytes / 1e9:.2f} GB are in use, {self._limit_bytes / 1e9:.2f} GB are allowed"
-                    )
+        if computes and not batch.is_empty:
+            self._compute(batch)
         if self.disk is not None:
-            self.disk.advance(batch.prefixes, idle=batch.is_empty)
-            self._count_written_bytes(self.disk)
+            self.disk.advance(batch.prefixes, idle=idle and batch.is_empty)
+            self.written_bytes = self.disk.written_bytes
+
+    def _compute(self, batch: Batch) -> None:
+        """Compute one step of the batch."""
+        self._step += 1
+        running = self.answers.scheduler.running
+        self._step_requests, self._step_started_at = len(running), time.perf_counter()
+        events = batch.step()
+        lengths = [
+            len(each.prompt) + each.output_tokens
+            if each.row.is_decoding
+            else len(each.row.tokens) - each.row.uncomputed_tokens
+            for each in running
+        ]
+        key = (len(lengths), -(-max(lengths, default=0) // STEP_TOKENS))
+        # Not at each step: the caches grow by ``STEP_TOKENS``, and the sum over the layers takes tens of microseconds.
+        if key != self._kv_key:
+            self._kv_key, self._kv_bytes = key, batch.footprint.kv_bytes(lengths)
+        for event in events:
+            # A request may have ended with one of several tokens of this step.
+            if event.generation in self.answers.scheduler:
+                self._process(batch, event)
+        room = self._room
+        if (used_bytes := room.used_bytes()) > room.limit_bytes:
+            # The estimates were too low, or other engines use more than at the start of these requests.
+            room.free(used_bytes - room.limit_bytes)
+            if (used_bytes := room.used_bytes()) > UNLOAD_ABOVE * room.limit_bytes:
+                raise MemoryError(f"{used_bytes / 1e9:.2f} GB are in use, {room.limit_bytes / 1e9:.2f} GB are allowed")
 
     # Computation
 
@@ -207,11 +250,12 @@ class GenerationLoop:
         running = self.answers.scheduler.running
         # The prompt, and an answer of maximum length.
         lengths = [len(each.prompt) + each.max_tokens for each in (*running, generation)]
-        needed = self._other_bytes() + batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
+        needed = self._room.needed_by_others(self)
+        needed += batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
         # A request always fits alone, because the context length is limited by memory.
-        if needed > self._limit_bytes and running:
+        if needed > self._room.limit_bytes and (running or self._room.is_busy_beside(self)):
             return Verdict.BLOCKED
-        batch.prefixes.shrink(max(0, self._limit_bytes - needed))
+        self._room.keep_prefixes(max(0, self._room.limit_bytes - needed))
         return Verdict.TAKE
 
     def begin(self, generation: MlxGeneration) -> None:
@@ -243,7 +287,8 @@ class GenerationLoop:
 
     def remaining_s(self, generation: MlxGeneration) -> float:
         """See ``Computation``. Estimated from the durations of previous steps."""
-        return self.batch.remaining_s(generation) if self.batch is not None else math.inf
+        batch = self.batch
+        return batch.remaining_s(generation) if batch is not None else math.inf
 
     # Events of the batch
 
@@ -270,9 +315,6 @@ class GenerationLoop:
             # The error concerns only the text or the log-probabilities of this answer. Other answers continue.
             log.exception("a generation failed")
             self.answers.end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
-
-    def _count_written_bytes(self, disk: DiskPrefixes) -> None:
-        self.totals.prefix_disk_written_bytes = self._written_bytes_before + disk.written_bytes
 
     def _log_step(self, generation: MlxGeneration, kind: StepKind, tokens: int, now: float) -> None:
         """Record what the current step has computed for a request."""
@@ -303,12 +345,6 @@ class GenerationLoop:
         if generation.finish is not None:
             self.answers.finish(generation, now)
 
-    def shrink_prefixes(self, excess_bytes: int) -> None:
-        """Drop caches of ended requests until ``excess_bytes`` are released, or no cache is left."""
-        if self.batch is not None and self.batch.prefixes.nbytes:
-            self.batch.prefixes.shrink(max(0, self.batch.prefixes.nbytes - excess_bytes))
-            memory.release()
-
     def note_peak(self, peak: int) -> None:
         """Record the peak memory of other work for the running requests."""
         if self.batch is not None:
@@ -329,8 +365,8 @@ class GenerationLoop:
             return failure
         failure = EngineError(f"the generation failed inside the engine: {type(exc).__name__}: {exc}")
         self.answers.end_all(failure, running_only=True)
-        if self._model is not None:
-            self.batch = self._new_batch(self._model)
+        if self._weights is not None:
+            self.batch = self._new_batch(self._weights)
         return failure
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
 from lmx_lab.engine.mlx.capture.points import RESID_POST, HookPoints
-from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.validation import check_steering
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector, read_components
@@ -89,7 +89,7 @@ class RequestSteering:
 class BatchSteering:
     """The steered requests of a batch, and the hooks of their layers."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: ChatWeights) -> None:
         self._model = model
         self._requests: dict[int, RequestSteering] = {}
         """The steered requests by uid."""

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
-from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_activations
@@ -18,7 +18,8 @@ from lmx_lab.engine.mlx.capture.lens import compute_attribution, compute_logit_l
 from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import HookPoints
 from lmx_lab.engine.mlx.jobs import JobQueue
-from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.model import ChatWeights
+from lmx_lab.engine.model import LoadedModel
 from lmx_lab.errors import ContextLengthError, EngineError, LabError
 from lmx_lab.values.tracing import Activations, Attribution, LogitLens, Patching, Trace, TraceWork
 
@@ -44,18 +45,16 @@ class TraceJob:
     """Tokens of the clean text of ``Patching``."""
     chosen: list[int]
     """Ids of the tokens that ``Patching`` or ``Attribution`` names."""
-    model: weakref.ref[LoadedModel]
+    model: LoadedModel[Any]
+    weights: weakref.ref[ChatWeights]
     """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""
-    model_id: str
-    permit: Permit
-    arrived_at: float
-    timeout_s: float
     done: Future[Trace] = field(default_factory=Future)
     started_at: float = 0.0
+    """When the computation began (``time.perf_counter``); 0 before."""
 
 
 class TraceLoop(JobQueue[TraceJob, Trace]):
-    """Computes jobs in the order of arrival, and ends each exactly once. Runs on the engine thread.
+    """Computes the traces of all models in the order of arrival. Runs on the engine thread.
 
     Args:
         limit_bytes: Memory that all models and requests may use.
@@ -75,7 +74,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         make_room: Callable[[int], None],
         note_peak: Callable[[int], None],
     ) -> None:
-        super().__init__("trace a shorter text, or fewer positions")
+        super().__init__()
         self._threads = threads
         self._limit_bytes = limit_bytes
         self._used_bytes = used_bytes
@@ -97,7 +96,6 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             busy: Whether answers are being generated. A job that does not fit in memory then waits.
         """
         started = time.perf_counter()
-        self._expire()
         while self._jobs:
             job = self._jobs[0]
             try:
@@ -115,9 +113,9 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         Raises:
             LabError: the job cannot be computed.
         """
-        model = job.model()
+        model = job.weights()
         if model is None:
-            raise EngineError(f"{job.model_id} was unloaded before this request ended")
+            raise EngineError(f"{job.model.entry.id} was unloaded before this request ended")
         needed = model.traits.footprint.running_bytes([len(job.tokens)], chunk=memory.MAX_CHUNK_TOKENS)
         needed -= model.traits.footprint.weights_bytes
         if (excess := self._used_bytes() + needed - self._limit_bytes) > 0:
@@ -167,13 +165,12 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             computed = steps.send(tokens)
         except StopIteration as end:
             arrays, details = end.value
-            model = job.model()
+            model = job.weights()
             text_of = model.vocabulary.text_of if model is not None else str
-            self._steps = None
             self._end(
                 job,
                 Trace(
-                    model=job.model_id,
+                    model=job.model.entry.id,
                     tokens=tuple(job.tokens),
                     texts=tuple(text_of(token) for token in job.tokens),
                     arrays=arrays,
@@ -192,18 +189,19 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
     def _fail_step(self, job: TraceJob, exc: Exception) -> None:
         """End a job with an error. The model stays loaded."""
         if isinstance(exc, LabError):
-            self._fail(job, type(exc)(exc.message, param=exc.param))
+            self._end(job, type(exc)(exc.message, param=exc.param))
             return
         log.error("computing a trace failed:\n%s", "".join(traceback.format_exception(exc)))
         exc.__traceback__ = None
         reason = f"{type(exc).__name__}: {exc}"
         if memory.is_out_of_memory(exc):
             reason = f"out of memory ({exc}); trace a shorter text, or fewer hooks"
-        self._fail(job, EngineError(f"the trace could not be computed: {reason}"))
+        self._end(job, EngineError(f"the trace could not be computed: {reason}"))
         memory.release()
 
-    def _fail(self, job: TraceJob, error: LabError) -> None:
-        super()._fail(job, error)
+    def cancel(self, job: TraceJob) -> None:
+        """See ``JobQueue``."""
+        super().cancel(job)
         if self._steps is not None and self._steps[0] is job:
             self._steps[1].close()
             self._steps = None

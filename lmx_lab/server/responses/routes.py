@@ -175,7 +175,7 @@ async def _respond(
 
     wanted = AnswerRequest(
         prompts=[prompt],
-        writer=lambda model: ResponseWriter(prepared.shared, prepared.request, model=model, save=save),
+        writer=lambda model, _: ResponseWriter(prepared.shared, prepared.request, model=model, save=save),
         stream=bool(body.stream),
         ignored=body.ignored(),
         names=NAMES,

@@ -11,6 +11,7 @@ from tests.support.labs import manager_of, read_answer, wait_until_idle
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TEXT = "The sea is wide and deep, and what it says it says again and again."
 
 
@@ -25,6 +26,18 @@ async def test_a_chat_gives_text_usage_and_timings(lab, served):
     assert (reply.model, reply.finish_reason, reply.usage.completion_tokens) == ("echo", "length", 4)
     assert (reply.timings.predicted_n, reply.reasoning_tokens) == (4, 0)
     assert str(reply) == reply.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameters"),
+    [("<think>mm hm</think>hello", {}), ("hello", {"tools": [TOOL], "tool_choice": "required"})],
+    ids=["thoughts", "calls"],
+)
+async def test_thoughts_and_calls_are_those_of_the_server(lab, served, prompt, parameters):
+    here, there = [await each.achat(prompt, temperature=0, max_tokens=60, **parameters) for each in (served, lab)]
+    assert (there.reasoning, there.reasoning_tokens) == (here.reasoning, here.reasoning_tokens)
+    assert [(it.name, it.arguments) for it in there.tool_calls] == [(it.name, it.arguments) for it in here.tool_calls]
+    assert bool(here.reasoning) != bool(here.tool_calls)
 
 
 async def test_the_pieces_of_a_stream_are_its_reply(lab):
@@ -98,7 +111,8 @@ async def test_verbs_can_be_awaited_on_another_loop(lab):
 
 
 async def test_an_answer_for_panels_is_complete_while_the_callers_loop_is_blocked(lab, served, way):
-    request = chat_request("hello", {"temperature": 0, "max_tokens": 30, "ignore_eos": True})
+    parameters = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    request = chat_request("hello", {**parameters, "logprobs": 2})
 
     async def read():
         running = await lab.workbench.backend.generate(request)
@@ -109,8 +123,9 @@ async def test_an_answer_for_panels_is_complete_while_the_callers_loop_is_blocke
 
     blocked = on_the_panels_loop(lab, read_answer(lab.workbench.backend, request))
     text, tokens, cost = on_the_panels_loop(lab, read())
-    reply = await served.achat("hello", temperature=0, max_tokens=30, ignore_eos=True)
-    assert blocked.text == text == reply.text
+    assert blocked.text == text == (await served.achat("hello", **parameters)).text
+    first = blocked.tokens[0]
+    assert (len(first.top), first.text, first.bytes) == (2, first.top[0].text, first.top[0].text.encode())
     for found in (blocked, cost):
         assert (found.model, found.usage.completion_tokens, found.finish_reason) == ("echo", 30, "length")
         # Only the server's own process has a report.

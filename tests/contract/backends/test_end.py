@@ -24,9 +24,15 @@ async def test_a_stopped_lab_says_so_and_leaves_no_thread(reach, way, tmp_path):
     async with reach(tmp_path, "echo") as (lab, served):
         stream = await lab.astream("hi", **ENDLESS)
         backend, workbench = lab.workbench.backend, lab.workbench
+        await lab.astart()
         await lab.astop()
         await lab.astop()
         assert (lab.running, served.running) == (False, way == "attached")
+        for start in (lab.start, lab.__enter__):
+            with pytest.raises(HostingError, match=r"was stopped; .* a new one"):
+                await asyncio.to_thread(start)
+        with pytest.raises(HostingError, match=r"was stopped; .* a new one"):
+            await lab
         if way == "attached":
             await asyncio.to_thread(wait_until_idle, served)
             with pytest.raises(HostingError, match=advice):

@@ -22,6 +22,8 @@ async def test_models_are_loaded_listed_and_unloaded(reach, way, tiny_home):
         report = await lab.aload(tiny_home / "models" / "tiny-two")
         assert (report.model, report.memory_bytes) == ("tiny-two", manager_of(served).snapshot.model_memory_bytes)
         assert await lab.amodels() == await served.amodels() == await asyncio.to_thread(lab.models)
+        snapshots = [await asyncio.to_thread(each.snapshot) for each in (lab, served)]
+        assert snapshots[0].models == snapshots[1].models
         with pytest.raises(ModelNotFoundError):
             await lab.aload("no-such")
         # The code of both errors is the same, and the wire has nothing else.

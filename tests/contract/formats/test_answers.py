@@ -82,10 +82,7 @@ def test_parallel_calls_can_be_disabled(form, tmp_path):
     calls = [{"name": "clock", "arguments": {"zone": zone}} for zone in ("UTC", "CET")]
     script = tmp_path / "script.jsonl"
     script.write_text(f"{json.dumps({'tool_calls': calls})}\n" * 3)
-    with (
-        serving(tmp_path, "echo", echo_script=script) as lab,
-        httpx2.Client(base_url=lab.url) as http,
-    ):
+    with serving(tmp_path, "echo", echo_script=script) as lab, httpx2.Client(base_url=lab.url) as http:
         for parallel, count in ((True, 2), (None, 2), (False, 1)):
             request = Request(tools=[CLOCK], choice="required", parallel=parallel, max_tokens=300)
             body = form.assemble(form.frames(form.streamed(http, request)))

@@ -15,15 +15,9 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError, StoppingError
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
-from tests.support.mcp import HOSTILE, RUN, SECRET, McpHarness, hostile, killed_daemon, left_over, open_harness, quick
+from tests.support.mcp import HOSTILE, RUN, SECRET, McpHarness, hostile, killed_daemon, left_over, quick
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture
-async def harness(tmp_path):
-    async with open_harness(tmp_path) as harness:
-        yield harness
 
 
 def new_repository(path):
@@ -66,7 +60,7 @@ async def test_the_git_server_works_on_a_repository_beside_another_server(harnes
     assert echo.text == "beside"
 
 
-async def test_tools_of_all_pages_are_listed_and_results_of_all_kinds_become_text(harness):
+async def test_tools_of_all_pages_are_listed_and_results_and_progress_of_all_kinds_become_text(harness):
     record = await harness.ready(hostile())
     assert record.tools == 20
     assert (await harness.call("bad__structured")).text == '{"answer": 42}'
@@ -74,14 +68,10 @@ async def test_tools_of_all_pages_are_listed_and_results_of_all_kinds_become_tex
     assert image.text == "look:\n[image of type image/png, 3,000 bytes; it cannot be shown here]"
     failed = await harness.call("bad__fail")
     assert (failed.status, failed.text) == ("error", "it went wrong")
-    assert (await harness.call("bad__two_answers")).text == "first"
-    assert (await harness.call("bad__echo", text="on")).text == "on"
-
-
-async def test_progress_is_reported_without_control_characters(harness):
-    await harness.ready(hostile())
     assert (await harness.call("bad__progress")).text == "done"
     assert harness.notes == ["1/2 half\ufffd[31m way"]
+    assert (await harness.call("bad__two_answers")).text == "first"
+    assert (await harness.call("bad__echo", text="on")).text == "on"
 
 
 async def test_a_changed_list_of_tools_is_read_again_and_invalid_names_are_adapted(harness):
@@ -184,6 +174,8 @@ async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_no
     assert (await harness.until("bad", lambda record: record.state == "ready")).pid != record.pid
     disabled = await harness.servers.change("bad", ChangeMcpServer(enabled=False))
     assert (disabled.state, disabled.pid, disabled.tools) == ("disabled", None, 0)
+    with pytest.raises(InvalidRequestError, match="disabled"):
+        await harness.servers.restart("bad")
     assert left_over() == []
 
 
@@ -468,32 +460,13 @@ async def test_grandchildren_of_a_server_that_exited_are_ended_before_its_restar
     assert not any(map(is_alive, processes))
 
 
-KILLED_DAEMON = """
-import asyncio, json, os, signal, sys
-from pathlib import Path
-from tests.support.mcp import McpHarness, hostile
-from tests.support.mcp import Store
-
-async def main():
-    folder = Path(sys.argv[1])
-    harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
-    await harness.again()
-    record = await harness.ready(hostile("ignore_term"))
-    print(json.dumps([record.pid, *json.loads((await harness.call("bad__family")).text)]), flush=True)
-    os.kill(harness.processes.watchdog_pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main())
-"""
-
-
 KILLED_AT_START = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.mcp.watchdog import ServerProcesses
+from lmx_lab.daemon.storage.store import Store
 from tests.support.mcp import hostile
-from tests.support.mcp import Store
 
 class KilledAtStart(ServerProcesses):
     async def add(self, root):
@@ -515,10 +488,16 @@ asyncio.run(main())
 """
 
 
-async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(harness, tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a daemon that was killed."""
     folder = tmp_path / "killed"
     folder.mkdir()
-    (pid,) = await asyncio.to_thread(killed_daemon, KILLED_AT_START, folder)
+    return folder
+
+
+async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(harness, folder):
+    (pid,) = await asyncio.to_thread(killed_daemon, folder, program=KILLED_AT_START)
     process = psutil.Process(pid)
     try:
         assert is_alive(process)
@@ -531,10 +510,9 @@ async def test_a_server_whose_daemon_was_killed_during_its_start_is_ended_too(ha
             process.kill()
 
 
-async def test_processes_of_a_killed_daemon_are_ended_at_the_next_start(harness, tmp_path):
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    processes = [psutil.Process(pid) for pid in await asyncio.to_thread(killed_daemon, KILLED_DAEMON, folder)]
+async def test_processes_of_a_killed_daemon_are_ended_at_the_next_start(harness, folder):
+    killed = await asyncio.to_thread(killed_daemon, folder, "with its watchdog")
+    processes = [psutil.Process(pid) for pid in killed["servers"]]
     assert all(map(is_alive, processes))
     stranger = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-c", "input()", stdin=subprocess.PIPE, start_new_session=True

@@ -21,38 +21,11 @@ from tests.support.waiting import WAIT_S, auntil
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "lmx_lab" / "daemon" / "mcp" / "watchdog_process.py"
-DAEMON = """
-import asyncio, json, os, signal, sys
-from pathlib import Path
-from tests.support.mcp import McpHarness, hostile
-from tests.support.mcp import Store
-
-async def main():
-    folder, at_start = Path(sys.argv[1]), sys.argv[2] == "at start"
-    harness = McpHarness(await Store.open(folder / "daemon.db"), folder)
-    await harness.again()
-    for name in ("one", "two"):
-        await harness.ready(hostile("ignore_term", name=name))
-    pids = [server.pid for server in (await harness.servers.list_servers()).servers]
-    for name in ("one", "two"):
-        pids += json.loads((await harness.call(f"{name}__family")).text)
-    if at_start:
-        # The mark of this server is not known to anything but its environment.
-        await harness.servers.add(hostile("mute", name="three", start_timeout_s=600.0))
-        pids.append((await harness.until("three", lambda record: record.pid is not None)).pid)
-    print(json.dumps({"servers": pids, "watchdog": harness.processes.watchdog_pid}), flush=True)
-    if sys.argv[2] == "fork" and os.fork() == 0:
-        # Like a worker of multiprocessing: it has copies of all of the daemon's descriptors.
-        signal.pause()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main())
-"""
 
 
 async def killed(folder, moment):
     """Run the daemon. Return the processes of its servers, and its watchdog."""
-    line = await asyncio.to_thread(killed_daemon, DAEMON, folder, moment)
+    line = await asyncio.to_thread(killed_daemon, folder, moment)
     return [psutil.Process(pid) for pid in line["servers"]], psutil.Process(line["watchdog"])
 
 

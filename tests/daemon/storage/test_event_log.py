@@ -178,14 +178,12 @@ TestLogAndReaders.settings = settings(
 
 
 @pytest.mark.anyio
-async def test_a_cursor_of_another_database_is_refused(tmp_path):
-    store = await Store.open(tmp_path / "daemon.db")
+async def test_a_cursor_of_another_database_is_refused(store):
     log = EventLog(store, LIMITS)
     log.check_cursor(0, stream_id=store.stream_id)
     with pytest.raises(CursorExpiredError) as caught:
         log.check_cursor(0, stream_id="stm_other")
     assert caught.value.reason == "other-stream"
-    await store.close()
 
 
 # A character of three bytes, so that characters and bytes differ.
@@ -194,8 +192,7 @@ CHARACTERS = pytest.mark.parametrize(("character", "size"), [("x", 1), ("語", 3
 
 @pytest.mark.anyio
 @CHARACTERS
-async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path, character, size):
-    store = await Store.open(tmp_path / "daemon.db")
+async def test_the_ring_is_bounded_in_events_and_bytes(store, character, size):
     log = EventLog(store, replace(LIMITS, ring_bytes=3000, page_events=10))
     for _ in range(50):
         await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (501 // size))))
@@ -207,12 +204,10 @@ async def test_the_ring_is_bounded_in_events_and_bytes(tmp_path, character, size
     await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (5000 // size))))
     assert log.in_memory == (0, 0)
     assert [event.seq for event in (await log.read_page(50)).events] == [51]
-    await store.close()
 
 
 @pytest.mark.anyio
-async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp_path):
-    store = await Store.open(tmp_path / "daemon.db")
+async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(store):
     log = EventLog(store, LIMITS)
     for _ in range(LIMITS.keep_events + 7):
         await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text="x")))
@@ -226,14 +221,12 @@ async def test_the_last_pruned_event_is_the_first_cursor_that_can_be_resumed(tmp
     again = EventLog(store, LIMITS)
     await again.start()
     assert again.oldest_seq == 8
-    await store.close()
 
 
 @pytest.mark.anyio
 @CHARACTERS
 @pytest.mark.parametrize("ring_events", [100, 1], ids=["from memory", "from the database"])
-async def test_pages_with_long_events_contain_fewer_events(tmp_path, ring_events, character, size):
-    store = await Store.open(tmp_path / "daemon.db")
+async def test_pages_with_long_events_contain_fewer_events(store, ring_events, character, size):
     log = EventLog(store, Limits(ring_events=ring_events, page_bytes=5000))
     for _ in range(10):
         await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (2000 // size))))
@@ -244,4 +237,3 @@ async def test_pages_with_long_events_contain_fewer_events(tmp_path, ring_events
         sizes.append(len(page.events))
         cursor = page.through
     assert sizes == [3, 3, 3, 2]
-    await store.close()

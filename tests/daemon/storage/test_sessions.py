@@ -5,16 +5,10 @@ import time
 
 import pytest
 
+from lmx_lab import errors
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
-from lmx_lab.errors import (
-    InvalidRequestError,
-    RevisionConflictError,
-    SessionNotFoundError,
-    TurnInProgressError,
-    TurnNotFoundError,
-)
 from lmx_lab.wire.sessions import ChangeSession, CreateSession, ForkSession, SessionList, SessionMessage
 
 pytestmark = pytest.mark.anyio
@@ -89,14 +83,14 @@ async def test_a_change_sets_only_the_fields_that_it_contains(store):
 async def test_a_change_at_an_outdated_revision_is_refused(store):
     made = await create(store)
     await change(store, made.session_id, title="theirs", revision=1)
-    with pytest.raises(RevisionConflictError, match="is at revision 2"):
+    with pytest.raises(errors.RevisionConflictError, match="is at revision 2"):
         await change(store, made.session_id, title="mine", revision=1)
     shown = await store.read(lambda r: sessions.read(r, made.session_id))
     assert shown.title == "theirs"
 
 
 async def test_metadata_that_are_too_long_are_refused(store):
-    with pytest.raises(InvalidRequestError, match="65536"):
+    with pytest.raises(errors.InvalidRequestError, match="65536"):
         await create(store, metadata={"long": "x" * 70_000})
     assert await events(store) == []
 
@@ -106,7 +100,7 @@ async def test_deleting_a_session_deletes_its_messages_and_turns(store):
     await store.write(lambda tx: turn(tx, made.session_id, "t1", "done"))
     assert await store.write(lambda tx: sessions.delete(tx, made.session_id))
     assert not await store.write(lambda tx: sessions.delete(tx, made.session_id))
-    with pytest.raises(SessionNotFoundError, match=made.session_id):
+    with pytest.raises(errors.SessionNotFoundError, match=made.session_id):
         await store.read(lambda r: sessions.read_snapshot(r, made.session_id))
     for table in ("messages", "turns"):
         assert await store.read(lambda r, table=table: r.fetch_all(f"SELECT * FROM {table}")) == []
@@ -198,7 +192,7 @@ async def test_the_pages_of_a_list_contain_every_session_once(store):
 
 @pytest.mark.parametrize("cursor", ["x", "eHg", "%%%", "ä", "é" * 5000, "AAAA"])
 async def test_an_invalid_cursor_of_a_list_is_refused(store, cursor):
-    with pytest.raises(InvalidRequestError, match="next_cursor"):
+    with pytest.raises(errors.InvalidRequestError, match="next_cursor"):
         await store.read(lambda r: sessions.list_page(r, cursor=cursor))
 
 
@@ -232,11 +226,11 @@ async def test_a_fork_has_the_messages_up_to_a_turn(store):
 
     assert await fork() == ["before", "in t1", "in t2"]
     assert await fork(through_turn_id="t1", title="two") == ["before", "in t1"]
-    with pytest.raises(TurnInProgressError):
+    with pytest.raises(errors.TurnInProgressError):
         await fork(through_turn_id="t3")
-    with pytest.raises(TurnNotFoundError):
+    with pytest.raises(errors.TurnNotFoundError):
         await fork(through_turn_id="t9")
-    with pytest.raises(SessionNotFoundError):
+    with pytest.raises(errors.SessionNotFoundError):
         await store.write(lambda tx: sessions.fork(tx, "none", ForkSession()))
 
 

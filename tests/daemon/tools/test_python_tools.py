@@ -1,22 +1,27 @@
-"""Python functions as tools: registration, results, time limits and threads."""
+"""Python functions as tools: schemas, arguments that are validated, results, time limits and threads."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
+import enum
 import functools
 import itertools
 import threading
 from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
+import jsonschema
 import numpy as np
 import pandas as pd
 import pytest
+from pydantic import BaseModel, Field
 
+from lmx_lab.daemon.tools.function_schema import read_docstring
 from lmx_lab.daemon.tools.python_tools import THREADS, PythonTools
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.errors import InvalidRequestError
-from tests.daemon.tools.functions import Box, Colour, Point, called
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +29,208 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def tools():
     return PythonTools()
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(BaseModel):
+    x: float
+    y: float = 0.0
+
+
+@dataclasses.dataclass
+class Box:
+    low: Point
+    high: Point
+
+
+async def called(tools, function, /, **arguments):
+    """Register a function and call it."""
+    return await tools.call(tools.register(function, name="f").name, arguments)
+
+
+# Schemas and arguments
+
+
+def everything(
+    text: str,
+    number: int = 3,
+    *,
+    share: Annotated[float, Field(ge=0, le=1, description="of the whole")] = 0.5,
+    mode: Literal["fast", "slow"] = "fast",
+    colour: Colour = Colour.RED,
+    maybe: int | None = None,
+    items: list[Point] | None = None,
+    table: dict[str, int] | None = None,
+    box: Box | None = None,
+    day: Annotated[datetime.date | None, "which day"] = None,
+    loose=None,
+    schema: str = "a name that pydantic has",
+    _hidden: int = 1,
+) -> str:
+    """Does everything.
+
+    And more of it.
+
+    Args:
+        text: What to say,
+            on two lines.
+        number (int): How often.
+        day: Not this text.
+        unknown: Nothing has this name.
+
+    Returns:
+        All of it.
+    """
+    return repr((text, number, share, mode, colour, maybe, items, table, box, day, loose, schema, _hidden))
+
+
+def test_the_schema_comes_from_the_signature_and_the_docstring(tools):
+    tool = tools.register(everything)
+    jsonschema.Draft202012Validator.check_schema(tool.parameters)
+    properties = tool.parameters["properties"]
+    assert tool.name == "everything"
+    assert tool.description == "Does everything.\n\nAnd more of it."
+    assert tool.needs_permission
+    assert tool.parameters["required"] == ["text"]
+    assert tool.parameters["additionalProperties"] is False
+    assert properties["text"] == {"type": "string", "description": "What to say, on two lines."}
+    assert properties["number"] == {"type": "integer", "default": 3, "description": "How often."}
+    assert (properties["share"]["description"], properties["share"]["maximum"]) == ("of the whole", 1)
+    assert properties["mode"]["enum"] == ["fast", "slow"]
+    assert properties["day"]["description"] == "which day"
+    assert set(tool.parameters["$defs"]) == {"Box", "Colour", "Point"}
+    assert "title" not in str(tool.parameters)
+    assert {"schema", "_hidden", "loose"} <= set(properties)
+
+
+async def test_arguments_become_the_annotated_types(tools):
+    box = {"low": {"x": 1}, "high": {"x": 2}}
+    given = {"text": "hi", "number": "4", "colour": "blue", "items": [{"x": 1}], "box": box, "day": "2026-11-22"}
+    result = await called(tools, everything, **given, loose=[1, "a"], _hidden=2)
+    one, day = Point(x=1), datetime.date(2026, 11, 22)
+    first = ("hi", 4, 0.5, "fast", Colour.BLUE, None, [one], None, Box(one, Point(x=2)), day)
+    assert result == ToolResult(status="ok", text=repr((*first, [1, "a"], "a name that pydantic has", 2)))
+
+
+async def test_invalid_arguments_are_described_and_the_function_is_not_called(tools):
+    result = await called(tools, everything, number="many", mode="odd", colour="green", extra=1)
+    assert result.status == "error"
+    assert "was not called" in result.text
+    for said in (
+        "text: is missing",
+        "number: ",
+        "'many'",
+        "'fast' or 'slow'",
+        "extra: is not a parameter; the parameters are: text",
+    ):
+        assert said in result.text
+    assert "pydantic.dev" not in result.text
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"text": 1}, {"text": "\ud800"}, {"text": None}, {"": 1}, {"text": ["x"] * 100_000}]
+)
+async def test_unusual_arguments_are_errors(tools, arguments):
+    def shout(text: str) -> str:
+        return text.upper()
+
+    result = await called(tools, shout, **arguments)
+    assert result.status == "error"
+    assert len(result.text) < 2000
+
+
+def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
+    def many(*values: int) -> None: ...
+    def named(**values: int) -> None: ...
+    def positional(a: int, /) -> None: ...
+    def frame(table: pd.DataFrame) -> None: ...
+    def unknown(a: Nowhere) -> None: ...  # noqa: F821
+    def callback(a: Callable[[int], int]) -> None: ...
+
+    remedies = {
+        many: "that is a list",
+        named: "that is a dict",
+        positional: "remove the /",
+        frame: "JSON cannot represent",
+        unknown: "Nowhere",
+        callback: "JSON cannot represent",
+    }
+    for function, remedy in remedies.items():
+        with pytest.raises(InvalidRequestError, match=remedy):
+            tools.register(function)
+    for thing in (3, "text", Point, None):
+        with pytest.raises(InvalidRequestError, match="not a function"):
+            tools.register(thing)
+    with pytest.raises(InvalidRequestError, match="set name="):
+        tools.register(lambda: 1)
+    for name in ("", "a b", "ü", "x" * 65, "a.b", "time__now"):
+        with pytest.raises(InvalidRequestError, match="set name="):
+            tools.register(everything, name=name)
+    with pytest.raises(InvalidRequestError, match="timeout_s"):
+        tools.register(everything, timeout_s=0)
+    assert tools.list_tools() == []
+
+
+def test_methods_partials_and_callable_objects_can_be_tools(tools):
+    class Counter:
+        def add(self, by: int) -> int:
+            """Adds."""
+            return by
+
+        def __call__(self, by: int) -> int:
+            return by
+
+    assert tools.register(Counter().add).parameters["required"] == ["by"]
+    assert tools.register(Counter(), name="counter").parameters["properties"] == {"by": {"type": "integer"}}
+    partial = tools.register(functools.partial(everything, number=4), name="partial")
+    assert partial.parameters["properties"]["number"]["default"] == 4
+    assert partial.description.startswith("Does everything.")
+    assert tools.register(lambda: 1, name="one").parameters["properties"] == {}
+
+    def odd_default(a: int = 1, b: Any = object()) -> None: ...  # noqa: B008
+
+    assert "required" not in tools.register(odd_default).parameters
+
+
+@pytest.mark.parametrize(
+    ("docstring", "description", "texts"),
+    [
+        (
+            "Sum: of things.\n\nArguments:\n  a: first: of all\n  b (int, optional): second\n\n    goes on\n",
+            "Sum: of things.",
+            {"a": "first: of all", "b": "second goes on"},
+        ),
+        (
+            "Sum.\n\nParameters\n----------\na : int\n    first\nb\n    second\n    goes on\n\nReturns\n-------\nint\n",
+            "Sum.",
+            {"a": "first", "b": "second goes on"},
+        ),
+        (
+            "Sum.\n\n:param a: first\n:param int b: second\n    goes on\n:returns: nothing",
+            "Sum.",
+            {"a": "first", "b": "second goes on"},
+        ),
+        ("Sum.\n\nKeyword Args:\n  a: first\n\nNote:\n  Slow.", "Sum.", {"a": "first"}),
+        ("Sum.\n\nother parameters:\n  **a: first\n\nSee Also:\n  max", "Sum.", {"a": "first"}),
+        ("Sum.\n\nArgs:\n  a: first\n\nRaises:\n  without a colon", "Sum.", {"a": "first"}),
+        ("Sum.\n\nParameters\n----------\na, b : int\n    both", "Sum.", {"a": "both", "b": "both"}),
+        ("Return a\n:class:`int` or None.", "Return a\n:class:`int` or None.", {}),
+        ("Sum.\n\nArgs:\n  no entry", "Sum.\n\nArgs:\n  no entry", {}),
+        (None, "", {}),
+    ],
+)
+def test_docstrings_of_three_styles_are_parsed(docstring, description, texts):
+    def function() -> None: ...
+
+    function.__doc__ = docstring
+    assert read_docstring(function) == (description, texts)
+
+
+# Registration
 
 
 def test_a_function_that_is_registered_again_replaces_only_itself(tools):
@@ -113,11 +320,8 @@ async def test_a_call_ends_at_its_time_limit_and_an_async_function_is_cancelled(
     tools.register(release.wait, name="stuck", timeout_s=0.05)
     tools.register(patient, timeout_s=0.05)
     stuck = await tools.call("stuck", {})
-    assert stuck is not None
     assert (stuck.status, "0.05 s" in stuck.text) == ("timeout", True)
-    result = await tools.call("patient", {})
-    assert result is not None
-    assert result.status == "timeout"
+    assert (await tools.call("patient", {})).status == "timeout"
     # If its thread starts late, the call is abandoned before, and cancelled as soon as it starts.
     assert await asyncio.to_thread(cancelled.wait, 20)
     release.set()
@@ -151,12 +355,11 @@ async def test_the_number_of_concurrent_calls_is_limited(tools):
     for _ in range(THREADS):
         await tools.call("stuck", {})
     full = await tools.call("one", {})
-    assert full is not None
     assert (full.status, "not called" in full.text) == ("error", True)
     release.set()
     await asyncio.to_thread(ended.wait)
     async with asyncio.timeout(20):
-        while (result := await tools.call("one", {})) is None or result.status != "ok":  # noqa: ASYNC110
+        while (await tools.call("one", {})).status != "ok":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from lmx_lab import errors
 from lmx_lab.daemon.turns.model_client import ModelClient
-from tests.support.labs import serving
-from tests.support.model_server import DROP, Refusal, Scripted, json_answer, refuses, says, token
+from tests.support.model_server import Scripted, json_answer, refuses, says
 
 pytestmark = pytest.mark.anyio
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
@@ -90,50 +89,3 @@ async def test_the_state_follows_the_results_of_the_calls():
     ]
     assert known[1].error == "none"
     assert "nothing answers" in (known[4].error or "")
-
-
-async def test_a_changed_state_is_reported_once():
-    with Scripted(says("hi")) as server:
-        upstream = ModelClient(server.url)
-        assert upstream.unreported_status() is None
-        await text(upstream)
-        status = upstream.unreported_status()
-        assert (status.reachable, status.model, status.url) == (True, "scripted", server.url)
-        upstream.mark_reported(status)
-        await text(upstream)
-        assert upstream.unreported_status() is None
-        await upstream.aclose()
-
-
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        (Refusal(502, b"<html>", "text/html"), errors.UpstreamUnreachableError),
-        ([token("a"), DROP], errors.ConnectionLostError),
-        (refuses(429, "queue-full"), errors.QueueFullError),
-    ],
-)
-async def test_errors_keep_their_class(script, error):
-    with Scripted(script) as server:
-        upstream = ModelClient(server.url)
-        with pytest.raises(error) as caught:
-            await text(upstream)
-        await upstream.aclose()
-    assert type(caught.value) is error
-
-
-@pytest.fixture(scope="module")
-def lab(tiny_home):
-    with serving(tiny_home, "tiny") as lab:
-        yield lab
-
-
-async def test_a_labs_server_answers_with_the_loaded_model(lab):
-    upstream = ModelClient(f"{lab.url}/v1")
-    pieces = [piece async for piece in upstream.call({**BODY, "max_tokens": 4}, model=None)]
-    assert pieces[-1].usage is not None
-    assert upstream.state().model == "tiny"
-    with pytest.raises(errors.ModelNotFoundError):
-        await text(upstream, "nope")
-    assert upstream.state().reachable is True
-    await upstream.aclose()

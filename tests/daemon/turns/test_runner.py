@@ -80,26 +80,26 @@ async def test_overrides_apply_to_one_turn_and_extra_fields_are_sent_unchanged(h
     assert (second["model"], "temperature" in second, "min_p" in second) == ("m", False, False)
 
 
-async def test_a_truncated_answer_ends_with_the_reason_length(here, upstream):
-    upstream.then(says("Hel", finish="length"))
-    record = await here.run(await here.session())
-    assert (record.status, record.stop_reason, record.text) == ("done", "length", "Hel")
+@pytest.mark.parametrize(
+    ("script", "reason", "text"),
+    [
+        (says("Hel", finish="length"), "length", "Hel"),
+        (says(), "end", ""),
+        (says(finish="content_filter"), "end", ""),
+        ([token(""), b"data: [DONE]\n\n"], "end", ""),
+    ],
+)
+async def test_the_stop_reason_is_that_of_the_answer_and_an_empty_one_is_no_message(here, script, reason, text):
+    session, turn = await here.begin(script)
+    record = await here.ended(session, turn)
+    assert (record.status, record.stop_reason, record.text) == ("done", reason, text)
+    roles = [message.role for message in (await here.snapshot(session)).messages]
+    assert roles == (["user", "assistant"] if text else ["user"])
 
 
-@pytest.mark.parametrize("script", [says(), says(finish="content_filter"), [token(""), b"data: [DONE]\n\n"]])
-async def test_an_empty_answer_is_an_end_without_a_message(here, upstream, script):
-    upstream.then(script)
-    session = await here.session()
-    record = await here.run(session)
-    assert (record.stop_reason, record.text) == ("end", "")
-    assert [message.role for message in (await here.snapshot(session)).messages] == ["user"]
-
-
-async def test_tokens_within_one_batch_are_one_event(here, upstream):
+async def test_tokens_within_one_batch_are_one_event(here):
     gate = Gate()
-    upstream.then([token("a") + token("b"), gate, token("c"), *ending()])
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin([token("a") + token("b"), gate, token("c"), *ending()])
     await gate.reached()
     await here.seen("turn.token")
     gate.open()
@@ -109,11 +109,9 @@ async def test_tokens_within_one_batch_are_one_event(here, upstream):
     assert texts[-1] == "c"
 
 
-async def test_the_state_of_the_model_request_is_reported_as_progress(here, upstream):
+async def test_the_state_of_the_model_request_is_reported_as_progress(here):
     gate = Gate()
-    upstream.then([b": prompt 1/2 tokens\n\n", gate, *says("a")])
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin([b": prompt 1/2 tokens\n\n", gate, *says("a")])
     await here.seen("turn.progress", 2)
     gate.open()
     await here.ended(session, turn)
@@ -132,8 +130,7 @@ async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(he
 
 
 async def test_the_length_of_a_message_is_limited(here, upstream):
-    upstream.then([token("a" * 600_000), token("b" * 600_000), STALL])
-    record = await here.run(await here.session())
+    record = await here.answer([token("a" * 600_000), token("b" * 600_000), STALL])
     assert (record.stop_reason, record.text) == ("length", "a" * 600_000 + "b" * 400_000)
     await upstream.until(lambda: upstream.left == 1)
 
@@ -156,9 +153,7 @@ async def test_the_length_of_a_message_is_limited(here, upstream):
 async def test_an_error_of_the_model_ends_the_turn_with_its_code_and_the_partial_text(
     here, upstream, script, code, text
 ):
-    upstream.then(script)
-    session = await here.session()
-    record = await here.run(session)
+    record = await here.answer(script)
     assert (record.status, record.stop_reason, record.text) == ("error", None, text)
     assert record.error.code == code
     (failed,) = await here.seen("turn.error")
@@ -167,7 +162,7 @@ async def test_an_error_of_the_model_ends_the_turn_with_its_code_and_the_partial
 
 async def test_an_unreachable_model_server_is_an_error_and_an_event(tmp_path):
     async with daemon(tmp_path, "http://127.0.0.1:9") as here:
-        record = await here.run(await here.session())
+        record = await here.answer()
         assert (record.error.code, record.error.retryable) == ("upstream-unreachable", True)
         (status,) = await here.seen("model.status")
         assert (status["data"]["reachable"], status["data"]["model"]) == (False, None)
@@ -188,17 +183,15 @@ async def test_after_an_error_the_history_has_the_question_and_the_partial_answe
 
 @pytest.mark.slow
 async def test_a_turn_ends_at_its_time_limit(tmp_path, upstream):
-    upstream.then([token("Hel"), STALL])
     async with daemon(tmp_path, upstream, turn_timeout_s=3.0) as here:
-        record = await here.run(await here.session())
+        record = await here.answer([token("Hel"), STALL])
         assert (record.error.code, record.text) == ("turn-timeout", "Hel")
         await upstream.until(lambda: upstream.left == 1)
         check_log(await here.events())
 
 
 async def test_a_turn_can_override_its_time_limit(here, upstream):
-    upstream.then([STALL])
-    record = await here.run(await here.session(), overrides=TurnOverrides(timeout_s=0.05))
+    record = await here.answer([STALL], overrides=TurnOverrides(timeout_s=0.05))
     assert record.error.code == "turn-timeout"
 
 
@@ -235,7 +228,6 @@ async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_
 
 
 async def test_results_are_sent_in_the_order_of_the_calls(here, upstream):
-    upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
     second = asyncio.Event()
 
     async def work(name, arguments, note):
@@ -245,14 +237,12 @@ async def test_results_are_sent_in_the_order_of_the_calls(here, upstream):
         return f"result {arguments['n']}"
 
     here.toolbox.work = work
-    session = await here.session()
-    await here.run(session)
+    await here.answer(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
     told = [(message["tool_call_id"], message["content"]) for message in upstream.bodies[1]["messages"][2:]]
     assert told == [("call_0", "result 1"), ("call_1", "result 2")]
 
 
 async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path, upstream):
-    upstream.then(calls(*[(FREE, {"n": n}) for n in range(6)]), says("ok"))
     toolbox = ScriptedToolbox()
 
     async def work(name, arguments, note):
@@ -261,7 +251,7 @@ async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path, upstream)
 
     toolbox.work = work
     async with daemon(tmp_path, upstream, toolbox, parallel_tools=2) as here:
-        await here.run(await here.session())
+        await here.answer(calls(*[(FREE, {"n": n}) for n in range(6)]), says("ok"))
         assert (len(toolbox.called), toolbox.most_running) == (6, 2)
         check_log(await here.events())
 
@@ -282,8 +272,7 @@ async def test_ids_of_calls_are_unique_in_a_session(here, upstream):
     ("name", "arguments"), [("nope", "{}"), (FREE, "{"), (FREE, "[]"), ("", "{}"), ("x" * 999, "")]
 )
 async def test_an_invalid_call_is_reported_to_the_model_which_continues(here, upstream, name, arguments):
-    upstream.then(calls((name, arguments)), says("sorry"))
-    record = await here.run(await here.session())
+    record = await here.answer(calls((name, arguments)), says("sorry"))
     assert (record.text, here.toolbox.called) == ("sorry", [])
     (end,) = await here.seen("tool.end")
     assert end["data"]["status"] == "error"
@@ -293,60 +282,57 @@ async def test_an_invalid_call_is_reported_to_the_model_which_continues(here, up
 
 
 async def test_a_turn_ends_after_too_many_unknown_tools(here, upstream):
-    upstream.then(calls(("nope", {})))
-    record = await here.run(await here.session())
+    record = await here.answer(calls(("nope", {})))
     assert (record.error.code, len(upstream.bodies)) == ("turn-failed", 4)
 
 
 async def test_the_number_of_steps_is_limited(here, upstream):
-    upstream.then(calls((FREE, {}), text=["Again."]))
-    record = await here.run(await here.session(), overrides=TurnOverrides(max_steps=3))
+    record = await here.answer(calls((FREE, {}), text=["Again."]), overrides=TurnOverrides(max_steps=3))
     assert (record.stop_reason, record.text, len(upstream.bodies)) == ("max_steps", "Again.", 3)
     assert len(here.toolbox.called) == 3
 
 
 async def test_long_results_are_cut_off_at_a_character_with_a_note(tmp_path, upstream):
-    upstream.then(calls((FREE, {})), says("ok"))
     toolbox = ScriptedToolbox()
     toolbox.work = lambda name, arguments, note: "é" * 100
     async with daemon(tmp_path, upstream, toolbox, tool_result_bytes=11) as here:
-        await here.run(await here.session())
+        await here.answer(calls((FREE, {})), says("ok"))
         (end,) = await here.seen("tool.end")
     assert end["data"]["truncated"] is True
     assert end["data"]["text"].startswith("ééééé\n[cut off after 11 of 200 bytes")
     assert upstream.bodies[1]["messages"][-1]["content"] == end["data"]["text"]
 
 
-async def test_lone_surrogates_of_a_tool_are_replaced(here, upstream):
-    upstream.then(calls((FREE, '{"x": "\\ud83d"}')), says("ok"))
-
+async def test_lone_surrogates_of_a_tool_are_replaced(here):
     def work(name, arguments, note):
         note("\ud83d")
         return "a\ud83d"
 
     here.toolbox.work = work
-    session = await here.session()
-    assert (await here.run(session)).text == "ok"
+    session, turn = await here.begin(calls((FREE, '{"x": "\\ud83d"}')), says("ok"))
+    assert (await here.ended(session, turn)).text == "ok"
     (end,) = await here.seen("tool.end")
     assert end["data"]["text"] == "a?"
     await here.snapshot(session)
 
 
-async def test_an_exception_of_the_toolbox_is_an_error_of_the_call(here, upstream):
-    upstream.then(calls((FREE, {})), says("ok"))
-    here.toolbox.work = lambda name, arguments, note: 1 / 0
-    assert (await here.run(await here.session())).text == "ok"
-    (end,) = await here.seen("tool.end")
-    assert (end["data"]["status"], "ZeroDivisionError" in end["data"]["text"]) == ("error", True)
+def failing(*_):
+    return 1 / 0
 
 
-@pytest.mark.parametrize("status", ["error", "timeout"])
-async def test_the_status_of_a_tool_is_that_of_its_result(here, upstream, status):
-    upstream.then(calls((FREE, {})), says("ok"))
-    here.toolbox.work = lambda name, arguments, note: ToolResult(status=status, text="hm")
-    await here.run(await here.session())
+@pytest.mark.parametrize(
+    ("work", "status", "text"),
+    [
+        (failing, "error", "ZeroDivisionError"),
+        (lambda *_: ToolResult(status="error", text="hm"), "error", "hm"),
+        (lambda *_: ToolResult(status="timeout", text="hm"), "timeout", "hm"),
+    ],
+)
+async def test_the_status_of_a_tool_is_that_of_its_result_or_of_its_exception(here, work, status, text):
+    here.toolbox.work = work
+    assert (await here.answer(calls((FREE, {})), says("ok"))).text == "ok"
     (end,) = await here.seen("tool.end")
-    assert (end["data"]["status"], end["data"]["text"]) == (status, "hm")
+    assert (end["data"]["status"], text in end["data"]["text"]) == (status, True)
 
 
 @pytest.mark.parametrize(
@@ -425,29 +411,22 @@ async def test_a_repeated_submit_runs_the_turn_once(here, upstream):
 
 async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here, upstream):
     gate = Gate()
-    upstream.then([gate, *says("1")], says("2"), says("3"))
+    upstream.then([gate, *says("1")], says("2"), says("3"), says("4"))
     session = await here.session()
     turns = [await here.submit(session, str(n)) for n in (1, 2, 3)]
+    statuses = [(await here.turns.read(session, turn)).status for turn in turns]
+    assert statuses == ["running", "queued", "queued"], "with a free slot, a turn has started when it is accepted"
+    with pytest.raises(errors.TurnInProgressError, match=turns[0]):
+        await here.submit(session, when_busy="reject")
     await gate.reached()
     assert here.turns.counts() == (1, 2)
     assert (await here.snapshot(session)).queued_turn_ids == turns[1:]
     gate.open()
     records = [await here.ended(session, turn) for turn in turns]
     assert [record.text for record in records] == ["1", "2", "3"]
-    ahead = [item["data"]["ahead"] for item in await here.seen("turn.queued", 3)]
-    assert ahead == [0, 1, 2]
-
-
-async def test_a_submit_can_be_refused_while_the_session_is_busy(here, upstream):
-    gate = Gate()
-    upstream.then([gate, *says("1")], says("2"))
-    session = await here.session()
-    turn = await here.submit(session)
-    with pytest.raises(errors.TurnInProgressError, match=turn):
-        await here.submit(session, when_busy="reject")
-    gate.open()
-    await here.ended(session, turn)
-    assert (await here.run(session, when_busy="reject")).text == "2"
+    assert (await here.run(session, when_busy="reject")).text == "4"
+    ahead = [item["data"]["ahead"] for item in await here.seen("turn.queued", 4)]
+    assert ahead == [0, 1, 2, 0]
 
 
 async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here, upstream):
@@ -516,20 +495,9 @@ async def test_sessions_share_the_slots_fairly(tmp_path, upstream):
         assert started.index(other) == 1
 
 
-async def test_a_turn_with_a_free_slot_has_started_when_it_is_accepted(here, upstream):
-    upstream.then([STALL])
-    session = await here.session()
-    turns = [await here.submit(session) for _ in range(2)]
-    statuses = [(await here.turns.read(session, turn)).status for turn in turns]
-    assert statuses == ["running", "queued"]
-    await here.turns.delete_session(session)
-
-
 async def test_reading_waits_for_the_end_up_to_the_requested_time(here, upstream):
     gate = Gate()
-    upstream.then([gate, *says("a")])
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin([gate, *says("a")])
     assert (await here.turns.read(session, turn, wait_s=0.01)).ended_at is None
     waiting = [asyncio.create_task(here.ended(session, turn)) for _ in range(3)]
     assert (await here.turns.read(session, turn, wait_s=0.01)).status == "running"

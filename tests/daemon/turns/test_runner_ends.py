@@ -1,6 +1,7 @@
 """Turns that are cancelled, wait for permissions, are stopped with the daemon, or run on a full disk."""
 
 import asyncio
+import contextlib
 import sqlite3
 
 import pytest
@@ -15,7 +16,6 @@ from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
-ALWAYS = Decision(decision="allow", scope="session")
 
 
 def held(toolbox):
@@ -35,9 +35,7 @@ def held(toolbox):
 
 
 async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here, upstream):
-    upstream.then([thought("Hm"), token("Hel"), STALL])
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin([thought("Hm"), token("Hel"), STALL])
     await here.seen("turn.token")
     answer = await here.turns.cancel(session, CancelTurns())
     assert (answer.cancelled, answer.turn_ids) == (1, [turn])
@@ -48,17 +46,6 @@ async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here, u
     assert [(message.role, message.content) for message in shown.messages] == [("user", "hello"), ("assistant", "Hel")]
     assert (await here.turns.cancel(session, CancelTurns())).cancelled == 0
     assert (await here.turns.cancel(session, CancelTurns(turn_id=turn))).cancelled == 0
-
-
-async def test_cancelling_twice_counts_once(here, upstream):
-    upstream.then(calls((FREE, {})))
-    gate = held(here.toolbox)
-    session = await here.session()
-    turn = await here.submit(session)
-    await gate.reached()
-    answers = [await here.turns.cancel(session, CancelTurns()) for _ in range(2)]
-    assert [answer.cancelled for answer in answers] == [1, 0]
-    await here.ended(session, turn)
 
 
 async def test_a_queued_turn_that_is_cancelled_never_runs(here, upstream):
@@ -88,19 +75,21 @@ async def test_all_turns_can_be_cancelled_at_once(here, upstream):
 
 
 async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here, upstream):
-    upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("next"))
     gate = held(here.toolbox)
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("next"))
     await gate.reached()
     await here.asked()
-    await here.turns.cancel(session, CancelTurns())
+    assert [(await here.turns.cancel(session, CancelTurns())).cancelled for _ in range(2)] == [1, 0]
     record = await here.ended(session, turn)
     assert (record.stop_reason, record.text) == ("cancelled", "Let me.")
     statuses = [item["data"]["status"] for item in await here.seen("tool.end", 2)]
     assert statuses == ["cancelled", "cancelled"]
-    (resolved,) = await here.seen("permission.resolved")
-    assert resolved["data"]["permission"]["resolved_by"] == "cancel"
+    (resolved,) = [item["data"]["permission"] for item in await here.seen("permission.resolved")]
+    assert resolved["resolved_by"] == "cancel"
+    with pytest.raises(errors.PermissionExpiredError, match="stopped"):
+        await here.turns.decide(resolved["permission_id"], ALLOW)
+    with pytest.raises(errors.PermissionNotFoundError):
+        await here.turns.decide("prm_nope", ALLOW)
     assert here.toolbox.running == 0
     here.toolbox.work = lambda name, arguments, note: "done"
     await here.run(session, "go on")
@@ -109,7 +98,6 @@ async def test_cancelling_a_turn_stops_its_tools_and_ends_their_calls(here, upst
 
 
 async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path, upstream):
-    upstream.then(calls((FREE, {})), says("next"))
     toolbox, gate = ScriptedToolbox(), Gate()
 
     async def work(name, arguments, note):
@@ -124,8 +112,7 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path, upstream):
 
     toolbox.work = work
     async with daemon(tmp_path, upstream, toolbox, cancel_s=0.05) as here:
-        session = await here.session()
-        turn = await here.submit(session)
+        session, turn = await here.begin(calls((FREE, {})), says("next"))
         await gate.reached()
         await here.turns.cancel(session, CancelTurns())
         assert (await here.ended(session, turn)).stop_reason == "cancelled"
@@ -141,9 +128,7 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path, upstream):
 
 
 async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here, upstream):
-    upstream.then(calls((ASKS, {"path": "x"})), says("ok"))
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin(calls((ASKS, {"path": "x"})), says("ok"))
     (permission,) = await here.asked()
     assert (permission.tool, permission.arguments, permission.turn_id) == (ASKS, {"path": "x"}, turn)
     assert permission.expires_at > permission.requested_at
@@ -160,11 +145,10 @@ async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here, u
 
 
 async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(here, upstream):
-    upstream.then(calls((ASKS, {})), says("pity"))
-    session = await here.session()
-    turn = await here.submit(session)
-    (permission,) = await here.asked()
-    await here.turns.decide(permission.permission_id, DENY)
+    session, turn = await here.begin(calls((ASKS, {})), says("pity"))
+    with pytest.raises(errors.InvalidRequestError):
+        await here.decide("deny", scope="session")
+    await here.decide("deny")
     assert (await here.ended(session, turn)).text == "pity"
     assert here.toolbox.called == []
     (end,) = await here.seen("tool.end")
@@ -173,10 +157,8 @@ async def test_a_denial_is_reported_to_the_model_and_the_tool_does_not_run(here,
 
 
 async def test_a_permission_without_a_decision_is_denied(tmp_path, upstream):
-    upstream.then(calls((ASKS, {})), says("pity"))
     async with daemon(tmp_path, upstream, permission_timeout_s=0.02) as here:
-        session = await here.session()
-        turn = await here.submit(session)
+        session, turn = await here.begin(calls((ASKS, {})), says("pity"))
         (permission,) = [item["data"]["permission"] for item in await here.seen("permission.request")]
         assert (await here.ended(session, turn)).text == "pity"
         (resolved,) = [item["data"]["permission"] for item in await here.seen("permission.resolved")]
@@ -187,94 +169,57 @@ async def test_a_permission_without_a_decision_is_denied(tmp_path, upstream):
         check_log(await here.events())
 
 
-async def test_the_first_of_two_decisions_counts(here, upstream):
-    upstream.then(calls((ASKS, {})), says("ok"))
-    session = await here.session()
-    turn = await here.submit(session)
+async def test_the_first_of_two_decisions_counts(here):
+    session, turn = await here.begin(calls((ASKS, {})), says("ok"))
     (permission,) = await here.asked()
     both = (here.turns.decide(permission.permission_id, decision) for decision in (ALLOW, DENY))
     first, second = await asyncio.gather(*both, return_exceptions=True)
-    assert not isinstance(first, BaseException)
+    assert first.decision == "allow"
     assert isinstance(second, errors.AlreadyResolvedError)
     assert "allow" in str(second)
     await here.ended(session, turn)
     assert len(here.toolbox.called) == 1
 
 
-async def test_a_withdrawn_permission_can_no_longer_be_decided(here, upstream):
-    upstream.then(calls((ASKS, {})))
-    session = await here.session()
-    turn = await here.submit(session)
-    (permission,) = await here.asked()
-    await here.turns.cancel(session, CancelTurns())
-    await here.ended(session, turn)
-    with pytest.raises(errors.PermissionExpiredError, match="stopped"):
-        await here.turns.decide(permission.permission_id, ALLOW)
-    with pytest.raises(errors.PermissionNotFoundError):
-        await here.turns.decide("prm_nope", ALLOW)
-
-
-async def test_a_denial_for_the_whole_session_is_refused_and_changes_nothing(here, upstream):
-    upstream.then(calls((ASKS, {})), says("ok"))
-    session = await here.session()
-    turn = await here.submit(session)
-    (permission,) = await here.asked()
-    with pytest.raises(errors.InvalidRequestError):
-        await here.turns.decide(permission.permission_id, Decision(decision="deny", scope="session"))
-    await here.turns.decide(permission.permission_id, DENY)
-    await here.ended(session, turn)
-
-
 async def test_allowing_a_tool_for_a_session_does_not_affect_other_sessions(tmp_path, upstream):
     upstream.then(calls((ASKS, {"n": 1})), calls((ASKS, {"n": 2})), says("ok"), calls((ASKS, {"n": 3})), says("ok"))
     async with daemon(tmp_path, upstream) as here:
-        session = await here.session()
-        turn = await here.submit(session)
-        (permission,) = await here.asked()
-        await here.turns.decide(permission.permission_id, ALWAYS)
+        session, turn = await here.begin()
+        await here.decide("allow", scope="session")
         await here.ended(session, turn)
     async with daemon(tmp_path, upstream) as here:
         await here.run(session)
         assert len(here.toolbox.called) == 1
-        upstream.then(calls((ASKS, {})), says("ok"))
-        other = await here.session()
-        turn = await here.submit(other)
+        other, turn = await here.begin(calls((ASKS, {})), says("ok"))
         (permission,) = await here.asked(2)
         assert permission.session_id == other
-        await here.turns.decide(permission.permission_id, ALLOW)
+        await here.decide("allow")
         await here.ended(other, turn)
 
 
 async def test_a_turn_that_waits_for_a_permission_does_not_occupy_a_slot(tmp_path, upstream):
-    def script(body):
-        last = body["messages"][-1]
-        return calls((ASKS, {})) if last["content"] == "ask" else says("ok")
-
-    upstream.then(script)
+    upstream.then(lambda body: calls((ASKS, {})) if body["messages"][-1]["content"] == "ask" else says("ok"))
     async with daemon(tmp_path, upstream, running_turns=1) as here:
-        waiting = await here.session()
-        turn = await here.submit(waiting, "ask")
-        (permission,) = await here.asked()
-        assert (await here.run(await here.session())).text == "ok"
+        session, turn = await here.begin(content="ask")
+        await here.asked()
+        assert (await here.answer()).text == "ok"
         assert here.turns.counts() == (1, 0)
-        await here.turns.decide(permission.permission_id, ALLOW)
-        assert (await here.ended(waiting, turn)).text == "ok"
+        await here.decide("allow")
+        assert (await here.ended(session, turn)).text == "ok"
         await auntil(lambda: here.turns.is_idle)
 
 
 async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path, upstream):
     gate = Gate()
-    upstream.then(calls((ASKS, {})), [gate, *says("ok")])
     async with daemon(tmp_path, upstream, running_turns=1) as here:
-        waiting, other = await here.session(), await here.session()
-        turn = await here.submit(waiting)
-        (permission,) = await here.asked()
-        second = await here.submit(other)
+        session, turn = await here.begin(calls((ASKS, {})), [gate, *says("ok")])
+        await here.asked()
+        other, second = await here.begin()
         await gate.reached()
-        await here.turns.decide(permission.permission_id, DENY)
+        await here.decide("deny")
         await here.seen("tool.end")
-        await here.turns.cancel(waiting, CancelTurns())
-        assert (await here.ended(waiting, turn)).stop_reason == "cancelled"
+        await here.turns.cancel(session, CancelTurns())
+        assert (await here.ended(session, turn)).stop_reason == "cancelled"
         gate.open()
         assert (await here.ended(other, second)).text == "ok"
         await auntil(lambda: here.turns.is_idle)
@@ -352,36 +297,28 @@ async def test_draining_completes_running_turns_and_starts_none(tmp_path, upstre
         assert (await here.turns.read(session, second)).status == "queued"
 
 
-async def test_a_drain_can_be_shortened(tmp_path, upstream):
-    upstream.then([STALL])
+@pytest.mark.parametrize("is_shortened", [True, False])
+async def test_a_drain_ends_running_turns_after_its_grace_period_or_when_it_is_shortened(
+    tmp_path, upstream, is_shortened
+):
     async with daemon(tmp_path, upstream) as here:
-        session = await here.session()
-        turn = await here.submit(session)
+        session, turn = await here.begin([STALL])
         await here.seen("turn.started")
-        stopping = asyncio.create_task(here.turns.stop(mode="drain", grace_s=WAIT_S))
+        grace_s = WAIT_S if is_shortened else 0.01
+        stopping = asyncio.create_task(here.turns.stop(mode="drain", grace_s=grace_s))
         await asyncio.sleep(0)
-        await here.turns.stop(mode="now", grace_s=0)
+        if is_shortened:
+            await here.turns.stop(mode="now", grace_s=0)
         await stopping
         record = await here.turns.read(session, turn)
-        assert record.error.code == "daemon-stopping"
-
-
-async def test_a_drain_ends_running_turns_after_its_grace_period(tmp_path, upstream):
-    upstream.then([STALL])
-    async with daemon(tmp_path, upstream) as here:
-        session = await here.session()
-        turn = await here.submit(session)
-        await here.seen("turn.started")
-        await here.turns.stop(mode="drain", grace_s=0.01)
-        assert (await here.turns.read(session, turn)).status == "error"
+        assert (record.status, record.error.code) == ("error", "daemon-stopping")
 
 
 async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path, upstream):
-    upstream.then(calls((FREE, {})))
     toolbox = ScriptedToolbox()
     gate = held(toolbox)
     async with daemon(tmp_path, upstream, toolbox) as here:
-        await here.submit(await here.session())
+        await here.begin(calls((FREE, {})))
         await gate.reached()
         await here.turns.stop(mode="now", grace_s=0)
         (end,) = await here.seen("tool.end")
@@ -434,8 +371,7 @@ async def test_turns_wait_for_mcp_servers_to_start_for_a_limited_time(tmp_path, 
     upstream.then(says("ok"))
     late = Late()
     async with daemon(tmp_path, upstream, late, tools_start_s=WAIT_S if come else 0.01) as here:
-        session = await here.session()
-        turn = await here.submit(session)
+        session, turn = await here.begin()
         cancelled = await here.submit(session)
         await here.turns.cancel(session, CancelTurns(turn_id=cancelled))
         if come:
@@ -453,10 +389,8 @@ async def test_a_daemon_can_stop_while_turns_wait_for_mcp_servers(tmp_path, upst
 
 
 async def test_after_a_crash_the_text_in_the_log_is_kept(tmp_path, upstream):
-    upstream.then([thought("Hm"), token("Hel"), STALL])
     async with daemon(tmp_path, upstream, stop=False) as here:
-        session = await here.session()
-        turn = await here.submit(session)
+        session, turn = await here.begin([thought("Hm"), token("Hel"), STALL])
         await here.seen("turn.token")
     async with daemon(tmp_path, upstream) as here:
         assert (await here.ended(session, turn)).text == "Hel"
@@ -468,74 +402,65 @@ async def test_after_a_crash_the_text_in_the_log_is_kept(tmp_path, upstream):
 # --- a full disk
 
 
-class Full:
-    """Makes a store behave as on a full disk while ``on``."""
+@contextlib.contextmanager
+def full_disk(store, *, for_ends=True):
+    """Make a store behave as on a full disk. Yields a list that grows with each write that fails.
 
-    def __init__(self, store, monkeypatch):
-        self.on = False
-        self.for_ends = True
-        """Whether writes of ends fail too, as if the reserve were used up."""
-        self.refused = 0
-        self._store_write = store.write
-        monkeypatch.setattr(store, "write", self.write)
+    Args:
+        for_ends: Whether writes of ends fail too, as if the reserve were used up.
+    """
+    refused, write = [], store.write
 
-    async def write(self, work, *, ending=False):
+    async def write_if_space(work, *, ending=False):
         def failing(transaction):
             work(transaction)
             raise sqlite3.OperationalError("database or disk is full")
 
-        is_full = self.on and (self.for_ends or not ending)
-        self.refused += is_full
-        return await self._store_write(failing if is_full else work, ending=ending)
+        if ending and not for_ends:
+            return await write(work, ending=ending)
+        refused.append(work)
+        return await write(failing, ending=ending)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store, "write", write_if_space)
+        yield refused
 
 
-async def test_a_full_disk_refuses_a_submit(here, upstream, monkeypatch):
+async def test_a_full_disk_refuses_a_submit(here, upstream):
     upstream.then(says("ok"))
     session = await here.session()
-    full = Full(here.store, monkeypatch)
-    full.on = True
-    with pytest.raises(errors.StorageFullError):
+    with full_disk(here.store), pytest.raises(errors.StorageFullError):
         await here.submit(session)
-    full.on = False
     assert (await here.run(session)).text == "ok"
 
 
 @pytest.mark.parametrize("for_ends", [False, True])
-async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space(here, upstream, monkeypatch, for_ends):
+async def test_a_full_disk_stops_the_model_and_the_turn_ends_once_there_is_space(here, upstream, for_ends):
     gate = Gate()
-    upstream.then([token("Hel"), gate, token("lo"), STALL], says("ok"))
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin([token("Hel"), gate, token("lo"), STALL], says("ok"))
     await here.seen("turn.token")
-    full = Full(here.store, monkeypatch)
-    full.on, full.for_ends = True, for_ends
-    gate.open()
-    await upstream.until(lambda: upstream.left == 1)
-    await auntil(lambda: not for_ends or full.refused >= 4)
-    full.on = False
+    with full_disk(here.store, for_ends=for_ends) as refused:
+        gate.open()
+        await upstream.until(lambda: upstream.left == 1)
+        await auntil(lambda: not for_ends or len(refused) >= 4)
     record = await here.ended(session, turn)
     assert (record.error.code, record.text) == ("storage-full", "Hello")
     assert (await here.run(session)).text == "ok"
 
 
 @pytest.mark.parametrize("tool", [FREE, ASKS])
-async def test_on_a_full_disk_no_tool_is_started(here, upstream, monkeypatch, tool):
+async def test_on_a_full_disk_no_tool_is_started(here, tool):
     gate = Gate()
-    upstream.then([gate, *calls((tool, {}), (FREE, {}))], says("ok"))
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin([gate, *calls((tool, {}), (FREE, {}))], says("ok"))
     await gate.reached()
-    full = Full(here.store, monkeypatch)
-    full.on = True
-    gate.open()
-    await auntil(lambda: full.refused >= 2)
-    full.on = False
+    with full_disk(here.store) as refused:
+        gate.open()
+        await auntil(lambda: len(refused) >= 2)
     record = await here.ended(session, turn)
     assert (record.error.code, here.toolbox.called) == ("storage-full", [])
 
 
-async def test_on_a_full_disk_a_running_tool_is_stopped(here, upstream, monkeypatch):
-    upstream.then(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
+async def test_on_a_full_disk_a_running_tool_is_stopped(here):
     first = asyncio.Event()
 
     async def work(name, arguments, note):
@@ -543,14 +468,11 @@ async def test_on_a_full_disk_a_running_tool_is_stopped(here, upstream, monkeypa
         return "done"
 
     here.toolbox.work = work
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin(calls((FREE, {"n": 1}), (FREE, {"n": 2})), says("ok"))
     await here.seen("tool.start", 2)
-    full = Full(here.store, monkeypatch)
-    full.on = True
-    first.set()
-    await auntil(lambda: not here.toolbox.running and full.refused >= 2)
-    full.on = False
+    with full_disk(here.store) as refused:
+        first.set()
+        await auntil(lambda: not here.toolbox.running and len(refused) >= 2)
     record = await here.ended(session, turn)
     assert record.error.code == "storage-full"
     assert [item["data"]["status"] for item in await here.seen("tool.end", 2)] == ["ok", "cancelled"]
@@ -576,19 +498,16 @@ async def test_a_queued_turn_starts_once_there_is_space(here, upstream, monkeypa
     assert not full
 
 
-async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(tmp_path, upstream, monkeypatch):
+async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(tmp_path, upstream):
     gate = Gate()
-    upstream.then([token("Hel"), gate, DROP])
     async with daemon(tmp_path, upstream, cancel_s=0.01) as here:
-        session = await here.session()
-        full = Full(here.store, monkeypatch)
-        turn = await here.submit(session)
+        session, turn = await here.begin([token("Hel"), gate, DROP])
         await here.seen("turn.started")
-        full.on = True
-        gate.open()
-        await auntil(lambda: full.refused >= 2)
-        await here.turns.stop(mode="now", grace_s=0)
-        assert (await here.turns.read(session, turn)).status == "running"
+        with full_disk(here.store) as refused:
+            gate.open()
+            await auntil(lambda: len(refused) >= 2)
+            await here.turns.stop(mode="now", grace_s=0)
+            assert (await here.turns.read(session, turn)).status == "running"
     async with daemon(tmp_path, upstream) as here:
         record = await here.ended(session, turn)
         assert record.error.code == "daemon-restarted"
@@ -642,4 +561,4 @@ async def test_a_turn_whose_history_cannot_be_read_ends_with_an_error(here, upst
     turn = await here.run(session)
     assert (turn.status, turn.error.code) == ("error", "turn-failed")
     upstream.then(says("ok"))
-    assert (await here.run(await here.session())).text == "ok"
+    assert (await here.answer()).text == "ok"

@@ -47,9 +47,7 @@ async def test_a_turn_runs_even_if_its_submitter_was_cancelled(here, upstream, m
 
 
 async def test_a_decision_takes_effect_even_if_its_caller_was_cancelled(here, upstream, monkeypatch):
-    upstream.then(calls((ASKS, {})), says("ok"))
-    session = await here.session()
-    turn = await here.submit(session)
+    session, turn = await here.begin(calls((ASKS, {})), says("ok"))
     (permission,) = await here.asked()
     await cancel_during(monkeypatch, permissions, "decide", here.turns.decide(permission.permission_id, ALLOW))
     assert (await here.ended(session, turn)).text == "ok"

@@ -7,7 +7,7 @@ import pytest
 
 from lmx_lab.engine import ModelManager
 from tests.engine.contract.entries import CONTEXT, FEW, SETTINGS, echo_entry
-from tests.support.engines import entry_of, until_idle
+from tests.support.engines import entry_of, load_entry, until_idle
 from tests.support.gguf import with_context, with_tokens
 from tests.support.models import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
@@ -57,7 +57,7 @@ def model_format(request):
 @pytest.fixture(scope="module")
 async def _tiny_manager(chat_models, model_format):
     async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(chat_models[model_format])
+        await load_entry(manager, chat_models[model_format])
         yield manager
 
 
@@ -71,7 +71,7 @@ async def manager(_tiny_manager):
 @pytest.fixture(scope="module")
 async def _long_manager(long_models, model_format):
     async with ModelManager(FEW) as manager:
-        await manager.load_entry(long_models[model_format])
+        await load_entry(manager, long_models[model_format])
         yield manager
 
 
@@ -86,5 +86,5 @@ async def busy(_long_manager):
 async def own(long_models, model_format):
     """The same manager for one test, which may load and unload models."""
     async with ModelManager(FEW) as manager:
-        await manager.load_entry(long_models[model_format])
+        await load_entry(manager, long_models[model_format])
         yield manager

@@ -4,7 +4,15 @@ import pytest
 
 from lmx_lab.engine import ChatPrompt, ModelManager, TextPrompt
 from tests.engine.contract.entries import SETTINGS
-from tests.support.engines import DESCRIBED_TOOLS, PROMPT, TOOL_CONVERSATION, finish_with_logprobs, request
+from tests.support.engines import (
+    DESCRIBED_TOOLS,
+    PROMPT,
+    TOOL_CONVERSATION,
+    finish_with_logprobs,
+    load_entry,
+    request,
+    text_of,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -12,8 +20,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 @pytest.fixture(scope="module")
 async def both(chat_models):
     async with ModelManager(SETTINGS) as mlx, ModelManager(SETTINGS) as gguf:
-        await mlx.load_entry(chat_models["mlx"])
-        await gguf.load_entry(chat_models["gguf"])
+        await load_entry(mlx, chat_models["mlx"])
+        await load_entry(gguf, chat_models["gguf"])
         yield mlx, gguf
 
 
@@ -51,4 +59,4 @@ async def test_both_formats_generate_the_same_text_with_the_same_probabilities(b
 
 async def test_both_formats_decode_tokens_to_the_same_text(both):
     tokens = [300, 301, 2, 0, 218, 198, 10813, 242, 218]
-    assert len({await manager.decode(tokens) for manager in both}) == 1
+    assert len({await text_of(manager, tokens) for manager in both}) == 1

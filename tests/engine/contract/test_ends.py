@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.engine import AnswerFormat, ModelManager
-from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, InvalidRequestError, NotLoadedError, QueueFullError
+from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, NotLoadedError, QueueFullError
 from tests.engine.contract.entries import CONTEXT, FEW
-from tests.support.engines import finish, numbers, request, run, until_busy, until_idle
+from tests.support.engines import finish, load_entry, numbers, request, run, until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 LONG = {"max_tokens": CONTEXT, "ignore_eos": True}
@@ -132,24 +132,15 @@ async def test_a_queued_request_ends_at_its_deadline(busy):
 async def test_a_full_queue_refuses_requests_and_loses_none(busy):
     streams = await occupy_slots(busy)
     waiting = [await busy.submit(request(max_tokens=20, ignore_eos=True)) for _ in range(2)]
+    now = busy.snapshot
+    assert (now.active_requests, now.queued_requests, now.state, now.context_length) == (2, 2, "ready", CONTEXT)
+    assert now.model_memory_bytes > 1_000_000
     with pytest.raises(QueueFullError) as refused:
         await busy.submit(request())
     assert refused.value.retry_after_s >= 1
     await cancel(*streams)
     assert [(await finish(stream))[1].output_tokens for stream in waiting] == [20, 20]
     await check_engine_answers(busy)
-
-
-async def test_the_answers_of_one_request_are_accepted_all_or_none(busy):
-    streams = await occupy_slots(busy)
-    one = await busy.submit(request())
-    with pytest.raises(QueueFullError):
-        await busy.submit_all(request(), 2)
-    assert busy.snapshot.queued_requests == 1
-    with pytest.raises(InvalidRequestError, match=r"n is 5; this server takes 4") as refused:
-        await busy.submit_all(request(), 5)
-    assert refused.value.param == "n"
-    await cancel(one, *streams)
 
 
 async def test_queued_requests_run_in_the_order_of_arrival(busy):
@@ -196,7 +187,7 @@ async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy):
     assert kept[0].report is None
 
 
-# Loads and unloads
+# Unloads
 
 
 async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(own, ends):
@@ -225,96 +216,26 @@ async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(own,
 
 async def test_an_unload_waits_for_running_requests_no_longer_than_drain_s(long_models, model_format):
     async with ModelManager(replace(FEW, drain_s=0.05)) as manager:
-        await manager.load_entry(long_models[model_format])
+        await load_entry(manager, long_models[model_format])
         streams = await occupy_slots(manager)
-        assert await manager.unload() > 0
+        assert await manager.unload() > 1_000_000
         for stream in streams:
             with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
                 await finish(stream)
-        await manager.load_entry(long_models[model_format])
+        await load_entry(manager, long_models[model_format])
         await check_engine_answers(manager)
 
 
-async def test_a_load_waits_for_running_requests(own, chat_models, model_format):
-    stream = await own.submit(request(max_tokens=300, ignore_eos=True))
-    await anext(stream)
-    report = await own.load_entry(chat_models[model_format])
-    assert (report.model, own.snapshot.model) == ("tiny", "tiny")
-    assert (await finish(stream))[1].output_tokens == 300
-    assert (await run(own))[1].model == "tiny"
-
-
-async def test_a_load_may_wait_for_queued_requests_too(own, chat_models, model_format):
-    streams = [await own.submit(request(max_tokens=50, ignore_eos=True)) for _ in range(4)]
-    await own.load_entry(chat_models[model_format], finish_queued=True)
-    assert [(await finish(stream))[1].output_tokens for stream in streams] == [50] * 4
-
-
-async def test_a_cancelled_caller_does_not_cancel_its_load(own, chat_models, model_format):
-    loading = asyncio.create_task(own.load_entry(chat_models[model_format]))
-    while own.snapshot.model == "long":  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    loading.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await loading
-    while own.snapshot.model != "tiny":  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    await check_engine_answers(own)
-
-
-async def test_loading_the_loaded_model_changes_nothing(busy, long_models, model_format):
-    stream = await busy.submit(request(max_tokens=50, ignore_eos=True))
-    assert (await busy.load_entry(long_models[model_format])).load_s == 0
-    assert (await finish(stream))[1].output_tokens == 50
-
-
-async def test_quiescing_ends_requests_that_take_too_long_and_keeps_the_model(own):
-    streams = await occupy_slots(own)
-    await own.quiesce(0.01)
-    for stream in streams:
-        with pytest.raises(NotLoadedError, match="the server was stopped before this request ended"):
-            await finish(stream)
-    assert own.snapshot.model == "long"
-    await check_engine_answers(own)
-
-
-async def test_stopping_ends_running_and_queued_requests(long_models, model_format, ends):
+async def test_stopping_ends_running_and_queued_requests_and_an_engine_can_start_again(long_models, model_format, ends):
     manager = ModelManager(FEW)
-    await asyncio.to_thread(manager.start)
-    await manager.load_entry(long_models[model_format])
-    streams = [*await occupy_slots(manager), await manager.submit(request())]
-    await asyncio.to_thread(manager.stop)
+    async with manager:
+        await load_entry(manager, long_models[model_format])
+        streams = [*await occupy_slots(manager), await manager.submit(request())]
     for stream in streams:
         with pytest.raises(EngineDeadError):
             await finish(stream)
     assert set(ends.values()) == {1}
     await asyncio.to_thread(manager.stop)
-
-
-async def test_an_engine_can_start_again(long_models, model_format):
-    manager = ModelManager(FEW)
-    for _ in range(2):
-        async with manager:
-            await manager.load_entry(long_models[model_format])
-            assert (await run(manager, ignore_eos=True))[1].output_tokens == 8
-        assert manager.snapshot.entry is None or not manager.alive
-
-
-async def test_a_model_without_requests_is_unloaded_after_idle_unload_s(long_models, model_format):
-    async with ModelManager(replace(FEW, idle_unload_s=0.2)) as manager:
-        await manager.load_entry(long_models[model_format])
-        while manager.snapshot.state == "ready":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert (manager.snapshot.unloaded_model, manager.snapshot.unload_cause) == ("long", "idle")
-        with pytest.raises(NotLoadedError, match="long was unloaded because it was idle; load one first"):
-            await run(manager)
-
-
-async def test_the_snapshot_counts_running_and_queued_requests(busy):
-    streams = await occupy_slots(busy)
-    waits = await busy.submit(request())
-    await until_busy(busy, requests=3)
-    now = busy.snapshot
-    assert (now.active_requests, now.queued_requests, now.state, now.context_length) == (2, 1, "ready", CONTEXT)
-    assert now.model_memory_bytes > 1_000_000
-    await cancel(waits, *streams)
+    async with manager:
+        await load_entry(manager, long_models[model_format])
+        await check_engine_answers(manager)

@@ -22,7 +22,9 @@ from tests.support.engines import (
     engine_of,
     finish_answer,
     is_place,
+    load_entry,
     merge,
+    text_of,
     until_idle,
 )
 from tests.support.waiting import auntil
@@ -42,8 +44,8 @@ LONG = "Where is the river, and where is the sea, and how far is it from here?"
 async def _roomy_manager(chat_models, model_format):
     async with ModelManager(SETTINGS) as manager:
         # A prompt with tools has more tokens on the echo engine.
-        await manager.load_entry(
-            echo_entry("tiny", context=4096) if model_format == "echo" else chat_models[model_format]
+        await load_entry(
+            manager, echo_entry("tiny", context=4096) if model_format == "echo" else chat_models[model_format]
         )
         yield manager
 
@@ -81,7 +83,7 @@ async def thinker(thinkers, model_format):
     if model_format == "echo":
         pytest.skip("echo has no template that opens the reasoning; its reasoning is tested in tests/engine/echo")
     async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(thinkers[model_format])
+        await load_entry(manager, thinkers[model_format])
         yield manager
 
 
@@ -186,6 +188,9 @@ async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager
     deltas = [delta async for delta in stream]
     pieces = [call for delta in deltas for call in delta.tool_calls]
     calls = merge(pieces)[0]
+    assert 1 <= len(calls) <= 16
+    assert all(is_place(arguments) for _, arguments in calls[:-1])
+    assert "".join(delta.text for delta in deltas) == ""
     assert len({(name, json.dumps(json.loads(arguments))) for name, arguments in calls[:-1]}) == len(calls[:-1])
     ids = [piece.id for piece in pieces if piece.id is not None]
     assert len(set(ids)) == len(ids) == len({piece.index for piece in pieces})
@@ -266,7 +271,7 @@ async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager):
 async def test_results_of_tools_are_part_of_the_prompt(manager):
     given = chat_request(prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=DESCRIBED_TOOLS))
     async with await manager.submit(given) as stream:
-        shown = await manager.decode(stream.prompt)
+        shown = await text_of(manager, stream.prompt)
     assert await manager.encode(given) == list(stream.prompt)
     for part in ("Be brief.", "Is the river wet?", '"kind": "river"', "It is.", "Looks."):
         assert part in shown
@@ -361,7 +366,7 @@ async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_ref
 
 async def test_the_process_that_checks_grammars_ends_with_the_model(chat_models, model_format):
     async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(chat_models[model_format])
+        await load_entry(manager, chat_models[model_format])
         before = set(shared_pool().pids)
         await run(manager, prompt=TextPrompt(text="a"), answer_format=REGEX)
         (process,) = set(shared_pool().pids) - before

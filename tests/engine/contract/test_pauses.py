@@ -7,7 +7,7 @@ import pytest
 from lmx_lab.engine import AnswerFormat, Caller, ModelManager, Sampling
 from lmx_lab.engine.scheduler import Turns
 from tests.engine.contract.entries import CONTEXT, FEW
-from tests.support.engines import numbers, request, run
+from tests.support.engines import load_entry, numbers, request, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 PLAIN = {"prompt": numbers(20, start=100), "ignore_eos": True}
@@ -24,7 +24,7 @@ WITH_STATE = {
 async def impatient(long_models, model_format):
     """A manager with two slots, which pauses a request as soon as another client waits."""
     async with ModelManager(FEW, turns=Turns(wait_s=0.0, turn_s=0.0, check_s=0.001)) as manager:
-        await manager.load_entry(long_models[model_format])
+        await load_entry(manager, long_models[model_format])
         yield manager
 
 

@@ -9,7 +9,7 @@ from lmx_lab.engine.echo.model import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.weights.tokenizer_files import can_infill
 from tests.engine.contract.entries import SETTINGS, echo_entry
-from tests.support.engines import entry_of, finish, request, run
+from tests.support.engines import entry_of, finish, load_entry, request, run, text_of
 from tests.support.gguf import with_tokens
 from tests.support.models import rename_tokens, write_tiny_llama
 
@@ -36,7 +36,7 @@ def coders(tmp_path_factory, smollm2, tiny_gguf):
 @pytest.fixture(scope="module")
 async def coder(coders, model_format):
     async with ModelManager(SETTINGS) as manager:
-        await manager.load_entry(coders[model_format])
+        await load_entry(manager, coders[model_format])
         yield manager
 
 
@@ -84,38 +84,38 @@ async def test_parts_around_a_gap_are_checked(coder):
 
 async def test_the_text_of_a_chat_has_the_tokens_of_its_prompt(manager, model_format):
     chat = request(prompt=ChatPrompt(messages=({"role": "user", "content": "Hi there!"},)))
-    text = await manager.with_model(chat, lambda it: it.engine.render(it.entry, chat))
+    text = await manager.with_model(chat, lambda model: model.render(chat))
     assert "Hi there!" in text
     tokens = await manager.encode(chat)
-    assert await manager.decode(tokens) == text
+    assert await text_of(manager, tokens) == text
     if model_format != "echo":
         assert await tokens_of(manager, text) == tokens
     empty = request(prompt=ChatPrompt(messages=({"role": "user"},)))
     with pytest.raises(InvalidRequestError):
-        await manager.with_model(empty, lambda it: it.engine.render(it.entry, empty))
+        await manager.with_model(empty, lambda model: model.render(empty))
 
 
 async def test_the_bytes_of_tokens_are_those_of_their_text(manager, model_format):
     text = "Naïve 東京 😀\n"
     tokens = await tokens_of(manager, text)
     work = request(prompt=TokenPrompt(tokens=()))
-    pieces = await manager.with_model(work, lambda it: it.engine.token_bytes(it.entry, tokens))
+    pieces = await manager.with_model(work, lambda model: model.token_bytes(tokens))
     assert b"".join(pieces).decode() == text
-    name = await manager.with_model(work, lambda it: it.engine.token_bytes(it.entry, [2]))
+    name = await manager.with_model(work, lambda model: model.token_bytes([2]))
     assert name == [b"<|end|>" if model_format == "echo" else b"<|im_end|>"]
     for unknown in (-1, 10**6):
         with pytest.raises(InvalidRequestError, match=f"tokens has the token id {unknown}; tiny knows 0 to"):
-            await manager.decode([unknown])
+            await text_of(manager, [unknown])
 
 
 async def test_tokens_are_decoded_by_the_model_that_was_looked_up(own, chat_models, model_format):
-    first = own.residents.main
-    await own.load_entry(chat_models[model_format])
-    for decode in (first.engine.decode, first.engine.token_bytes):
+    first = own.main
+    await load_entry(own, chat_models[model_format])
+    for decode in (first.decode, first.token_bytes):
         with pytest.raises(NotLoadedError, match="long has been unloaded"):
-            await decode(first.entry, [300])
-    second = own.residents.main
-    assert await second.engine.decode(second.entry, [300]) == await own.decode([300])
+            await decode([300])
+    second = own.main
+    assert await second.decode([300]) == await text_of(own, [300])
 
 
 async def test_an_empty_text_has_no_tokens(manager):

@@ -1,7 +1,5 @@
 """MLX's ``exp`` is replaced by a faster function with the same results, and restored."""
 
-import shutil
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -52,26 +50,6 @@ def test_the_function_is_replaced_with_the_blas_and_restored_with_it(library: el
     assert elf.read(address) != original
     assert not configure_blas("off").fma_exp
     assert elf.read(address) == original
-
-
-@needs_x86
-@needs_fma
-@pytest.mark.skipif(shutil.which("g++") is None, reason="without g++, MLX compiles no functions on a CPU")
-@pytest.mark.usefixtures("library")
-def test_functions_are_compiled_only_while_mlx_uses_its_own_exp() -> None:
-    traced = []
-
-    @mx.compile
-    def add_one(x: mx.array) -> mx.array:
-        traced.append(x)
-        return x + 1
-
-    for choice, calls in (("auto", 3), ("off", 1)):
-        configure_blas(choice)
-        traced.clear()
-        for _ in range(3):
-            mx.eval(add_one(mx.array([1.0])))
-        assert len(traced) == calls
 
 
 @needs_x86

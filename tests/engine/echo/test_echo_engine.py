@@ -24,7 +24,15 @@ from lmx_lab.errors import (
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
 from lmx_lab.values.steering import SteeringVector
-from tests.support.engines import ONLY_WAIT, PLACE_FORMAT, PLACE_TOOLS, chat_request, finish_answer, is_place
+from tests.support.engines import (
+    ONLY_WAIT,
+    PLACE_FORMAT,
+    PLACE_TOOLS,
+    chat_request,
+    finish_answer,
+    is_place,
+    load_entry,
+)
 
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "look", "arguments": {"kind": "river", "wet": true}}\n</tool_call>'
@@ -34,7 +42,7 @@ ARGUMENTS = '{"kind": "river", "wet": true}'
 @pytest.fixture(scope="module")
 async def manager():
     async with ModelManager(Settings()) as manager:
-        await manager.load_entry(ECHO)
+        await load_entry(manager, ECHO)
         yield manager
 
 
@@ -118,7 +126,7 @@ async def scripted(tmp_path):
         (tmp_path / "script.json").write_text(json.dumps(answers))
         manager = ModelManager(replace(Settings(echo_script=tmp_path / "script.json"), **settings))
         engines.append(manager)
-        await manager.load_entry(ECHO)
+        await load_entry(manager, ECHO)
         return manager
 
     yield create
@@ -136,7 +144,7 @@ async def test_messages_are_repeated_after_the_end_of_a_script(scripted):
     assert result.reason == "tool_calls"
     assert (await run(manager, content="Three.")).text == "Three."
     await manager.unload()
-    await manager.load_entry(ECHO)
+    await load_entry(manager, ECHO)
     assert (await run(manager)).text == "One."
 
 
@@ -148,7 +156,7 @@ async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted):
     ):
         await run(manager)
     assert (await run(manager, tools=PLACE_TOOLS)).calls == [("look", ARGUMENTS)]
-    streams = await manager.submit_all(chat_request(), 3)
+    streams = await manager.generate(chat_request(), 3)
     assert [(await finish_answer(stream)).text for stream in streams] == ["Last."] * 3
 
 
@@ -187,7 +195,7 @@ async def test_an_invalid_script_is_refused_before_the_current_model_is_unloaded
     manager = await scripted("One.")
     (tmp_path / "script.json").write_text('"fine"\n{"text": 1}')
     with pytest.raises(UnusableModelError, match="line 2: text is 1"):
-        await manager.load_entry(replace(ECHO, path=Path("other")))
+        await load_entry(manager, replace(ECHO, path=Path("other")))
     assert (await run(manager)).text == "One."
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lmx_lab.engine.encoders import TextTokens
 from lmx_lab.engine.encoders.layers import gelu
+from lmx_lab.engine.texts import TextTokens
 from lmx_lab.errors import UnusableModelError
 from tests.support.models import embed, modules, pooling_files, run, texts_of
 
@@ -96,15 +96,19 @@ def test_a_prompt_can_be_excluded_from_pooling(bert):
     np.testing.assert_allclose(run(model.forward(tokens + other))[0], states.mean(0), atol=1e-5)
 
 
+def dense(config):
+    """Return the files of a dense module after the pooling."""
+    return {"modules.json": modules("Pooling", "Dense"), "2_Dense/config.json": config}
+
+
 @pytest.mark.parametrize(("activation", "act"), [("Tanh", np.tanh), ("Identity", lambda x: x)])
 def test_a_dense_module_is_applied_after_the_pooling(tmp_path, bert, activation, act):
     weight, bias = np.random.default_rng(1).normal(0, 1, (8, 32)), np.arange(8) / 10
     config = {"in_features": 32, "out_features": 8, "activation_function": f"torch.nn.modules.activation.{activation}"}
-    files = pooling_files("mean_tokens") | {"modules.json": modules("Pooling", "Dense"), "2_Dense/config.json": config}
     (tmp_path / "tiny-bert" / "2_Dense").mkdir(parents=True)
     tensors = {"linear.weight": weight.astype(np.float32), "linear.bias": bias.astype(np.float32)}
     save_file(tensors, tmp_path / "tiny-bert" / "2_Dense" / "model.safetensors")
-    model = bert(files)
+    model = bert(pooling_files("mean_tokens") | dense(config))
     assert model.dimensions == 8
     pooled = hidden(model, TOKENS[0]).mean(0)
     np.testing.assert_allclose(embed(model, TOKENS[0])[0], act(pooled @ weight.T + bias), atol=1e-4)
@@ -118,21 +122,9 @@ def test_a_dense_module_is_applied_after_the_pooling(tmp_path, bert, activation,
         ({"modules.json": [{"type": "sentence_transformers.models.Pooling", "path": "../x"}]}, "'../x'"),
         ({"modules.json": [{"path": "1_Pooling"}]}, "type"),
         ({"1_Pooling/config.json": {"pooling_mode": "median"}}, "median"),
-        ({"modules.json": modules("Pooling", "Dense"), "2_Dense/config.json": {"in_features": 32}}, "out_features"),
-        (
-            {
-                "modules.json": modules("Pooling", "Dense"),
-                "2_Dense/config.json": {"in_features": 32, "out_features": 8, "activation_function": "torch.nn.Foo"},
-            },
-            "Foo",
-        ),
-        (
-            {
-                "modules.json": modules("Pooling", "Dense"),
-                "2_Dense/config.json": {"in_features": 32, "out_features": 8},
-            },
-            "2_Dense contains no model",
-        ),
+        (dense({"in_features": 32}), "out_features"),
+        (dense({"in_features": 32, "out_features": 8, "activation_function": "torch.nn.Foo"}), "Foo"),
+        (dense({"in_features": 32, "out_features": 8}), "2_Dense contains no model"),
     ],
 )
 def test_an_unsupported_module_or_pooling_is_refused_by_name(bert, files, named):

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from lmx_lab.engine.encoders import TextTokens
+from lmx_lab.engine.texts import TextTokens
 from lmx_lab.errors import UnusableModelError
 from tests.support.models import TINY_POSITIONS, entry, load, pooling_files, run, write_json, write_tokenizer
 

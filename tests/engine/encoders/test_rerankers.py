@@ -39,15 +39,17 @@ def test_vectors_have_no_activation(bert):
     assert bert().activate(RAW) is RAW
 
 
-def test_an_unsupported_activation_is_refused(bert):
-    with pytest.raises(UnusableModelError, match=r"my_code\.Sigmoid"):
-        bert({"config_sentence_transformers.json": {"activation_fn": "my_code.Sigmoid"}}, labels=1)
-
-
-@pytest.mark.parametrize("labels", [2, 3])
-def test_a_classifier_of_several_labels_is_refused(bert, labels):
-    with pytest.raises(UnusableModelError, match=f"{labels} labels; a reranker has one"):
-        bert(labels=labels)
+@pytest.mark.parametrize(
+    ("settings", "labels", "message"),
+    [
+        ({"activation_fn": "my_code.Sigmoid"}, 1, r"my_code\.Sigmoid"),
+        ({}, 2, "2 labels; a reranker has one"),
+        ({}, 3, "3 labels; a reranker has one"),
+    ],
+)
+def test_an_unsupported_activation_or_several_labels_are_refused(bert, settings, labels, message):
+    with pytest.raises(UnusableModelError, match=message):
+        bert({"config_sentence_transformers.json": settings}, labels=labels)
 
 
 def test_a_cross_encoder_returns_one_score_per_document(bert):
@@ -92,32 +94,37 @@ def test_segments_change_the_score(bert):
     assert abs(run(model.forward([pair])) - run(model.forward([without])))[0] > 1e-3
 
 
-def test_a_decoder_reads_pairs_through_its_chat_template(logit_reranker):
-    assert logit_reranker.method == "decoder"
-    [pair] = pairs_of(logit_reranker, "where is paris", ["the capital of france"], truncate=False)
-    assert pair.tokens == shown("query: where is paris [SEP] document: the capital of france [SEP]")
+DEFAULT_PROMPT = {"prompts": {"web": "a big red"}, "default_prompt_name": "web"}
+TEMPLATE_OPTIONS = {"add_generation_prompt": True, "restore_suffix": True}
+BERT_CONFIG = logit_score_files()["sentence_bert_config.json"]
 
 
-def test_the_default_prompt_becomes_the_system_message(qwen3):
-    model = qwen3(logit_score_files(prompts={"web": "a big red"}, default_prompt_name="web"))
-    [pair] = pairs_of(model, "cat", ["dog"], truncate=False)
-    assert pair.tokens == shown("system: a big red [SEP] query: cat [SEP] document: dog [SEP]")
-
-
-def test_template_options_in_the_files_are_used(qwen3):
-    files = logit_score_files()
-    files["sentence_bert_config.json"]["processing_kwargs"] = {
-        "chat_template": {"add_generation_prompt": True, "restore_suffix": True}
-    }
-    [pair] = pairs_of(qwen3(files), "cat", ["dog"], truncate=False)
-    assert pair.tokens == shown("query: cat [SEP] document: dog [SEP] answer:")
-
-
-def test_a_template_that_strips_documents_is_supported(qwen3):
-    template = "{% for m in messages %}{{ m['content'] | trim }} . {% endfor %}"
-    model = qwen3(logit_score_files() | {"chat_template.jinja": template})
+@pytest.mark.parametrize(
+    ("files", "prompt"),
+    [
+        pytest.param({}, "query: cat [SEP] document: dog [SEP]", id="the template of the model"),
+        pytest.param(
+            {"config_sentence_transformers.json": {"model_type": "CrossEncoder", **DEFAULT_PROMPT}},
+            "system: a big red [SEP] query: cat [SEP] document: dog [SEP]",
+            id="a default prompt is the system message",
+        ),
+        pytest.param(
+            {"sentence_bert_config.json": {**BERT_CONFIG, "processing_kwargs": {"chat_template": TEMPLATE_OPTIONS}}},
+            "query: cat [SEP] document: dog [SEP] answer:",
+            id="template options",
+        ),
+        pytest.param(
+            {"chat_template.jinja": "{% for m in messages %}{{ m['content'] | trim }} . {% endfor %}"},
+            "cat . dog .",
+            id="a template that strips documents",
+        ),
+    ],
+)
+def test_a_decoder_reads_pairs_through_its_chat_template(qwen3, files, prompt):
+    model = qwen3(logit_score_files() | files)
+    assert model.method == "decoder"
     [pair] = pairs_of(model, "cat", [" dog\n"], truncate=False)
-    assert pair.tokens == shown("cat . dog .")
+    assert pair.tokens == shown(prompt)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,19 @@
-"""GrammarCompiler allow the requested answers and no others; objects are closed if the schema stays satisfiable."""
+"""Grammars allow the requested answers and no others. Objects are closed if the schema stays satisfiable. Grammars in
+GBNF accept the same texts after their conversion.
+"""
+
+import json
+import pickle
+import random
 
 import pytest
+from llguidance import LLMatcher
 
 from lmx_lab.engine import AnswerFormat, ToolUse
-from lmx_lab.engine.grammar.build import ReasoningSection, close_objects
+from lmx_lab.engine.echo.model import echo_vocabulary
+from lmx_lab.engine.grammar import worker
+from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar, close_objects
+from lmx_lab.errors import InvalidRequestError
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
 
 OPTIONAL = ReasoningSection(start=("<think>",), end=("</think>",), open=False)
@@ -167,3 +177,97 @@ def test_formats_without_meaning_for_the_text_are_removed():
     given = {"allOf": [{"properties": {"a": {"type": "string", "format": "password"}, "format": STRING}}]}
     assert close_objects(given) == {"allOf": [{"properties": {"a": STRING, "format": STRING}}]}
     assert close_objects({"format": "date"}) == {"format": "date"}
+
+
+# GBNF
+
+LISTS = r"""
+# A list of numbers and texts, over several lines.
+root  ::= "[" space (
+    value ("," space value)*   # the rest
+  )? "]"
+value ::= number | text | root
+number ::= "-"? [0-9]{1,3} ("." [0-9]+)? space
+text ::= "\"" ( [^"\\\x7F\x00-\x1F] |
+  "\\" ["\\nt] )* "\"" space
+space ::= | " " | "\n" [ \t]{0,4}
+"""
+
+
+def accepts(grammar, text):
+    built = build_grammar(AnswerFormat(kind="gbnf", text=grammar), None, None, markers={})
+    matcher = LLMatcher(worker.build_tokenizer(echo_vocabulary().token_table), built, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens(echo_vocabulary().encode(text)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        (LISTS, ["[]", '[1, -2.5, "a\\n", [ "é", []]]', "[\n  7]"], ["[", "[1,]", '["a\n"]', "[1234]", "1"]),
+        ('root ::= "yes" | "no"', ["yes", "no"], ["", "yesno", "maybe"]),
+        ('root ::= word "s"\nword ::= [a-z]+', ["seas", "ss"], ["sea", "s"]),
+        ('root ::= ("begin" | [a-z])+', ["bex", "begins"], ["", "B"]),
+        ("root ::= [\\u00e4-\\U000000fc]{2} .? [^a]", ["äöüb", "äö\n"], ["äaa", "äöüa"]),
+        ('root ::= Some-Rule+\nSome-Rule ::= "a" | "(" root ")"', ["a", "(a(aa))"], ["()", "(a"]),
+        ('root ::= ("a" |) ("b" | ("c" |\n "d"))', ["ab", "c", "ad"], ["a", "aa"]),
+        ("root ::= [-a] [+-] [\\]x]", ["-+]", "a-x"], ["b+x"]),
+    ],
+)
+def test_a_grammar_accepts_its_texts_and_no_others(grammar, texts, others):
+    assert [text for text in texts if not accepts(grammar, text)] == []
+    assert [text for text in others if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ("", "no rule named 'root'"),
+        ('leaf ::= "a"', "no rule named 'root'"),
+        ('root ::= "a"\n\n  | leaf', "line 3: '|'"),
+        ("root ::= leaf | stem", "line 1: the rule 'leaf' is not defined"),
+        ('root ::= "a\nleaf', "line 1"),
+        ("root ::= [z-a]", "the range z-a has no characters"),
+        ('root ::= "\\q"', r"\\q is not an escape"),
+        ('root ::= "\\ud800"', "d800 is not the code of a character"),
+        ('root ::= ("a"', "not closed"),
+        ('root ::= "a")', "was not opened"),
+        ("root ::= *", "nothing before it"),
+        ("root ::= <[5]>", "is not valid GBNF"),
+        ("(" * 10_000, "does not begin a rule"),
+    ],
+)
+def test_an_invalid_grammar_is_refused_with_the_place(grammar, message):
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        build_grammar(AnswerFormat(kind="gbnf", text=grammar), None, None, markers={})
+    assert refused.value.param == "grammar"
+
+
+# The worker of the sandbox names the part that cannot be enforced. It is called in this process.
+
+PLAIN = grammar_for(schema(PERSON))
+EMPTY = grammar_for(AnswerFormat(kind="regex", text="a[^\\s\\S]"))
+
+
+def ask(message):
+    table = echo_vocabulary().token_table
+    assert worker.handle(pickle.dumps((table.tokens, table.special_token_ids, table.eos_tokens))) == b""
+    return json.loads(worker.handle(pickle.dumps(message)))
+
+
+def test_a_grammar_that_can_be_enforced_has_no_problem():
+    answer = ask([PLAIN])
+    assert (answer["reason"], answer["part"]) == ("", None)
+    assert answer["used_s"] >= answer["compile_s"] >= 0
+
+
+def test_the_part_that_causes_a_problem_is_named():
+    answer = ask([EMPTY, PLAIN, EMPTY])
+    assert answer["reason"]
+    assert answer["part"] == 1
+
+
+def test_a_grammar_whose_tokens_take_too_long_is_refused():
+    matcher = worker.compile_grammar(worker.build_tokenizer(echo_vocabulary().token_table), PLAIN)
+    assert worker.walk(matcher.deep_copy(), random.Random(0)) == ""
+    assert "ms to check; simplify it" in worker.walk(matcher, random.Random(0), slowest_s=-1.0)

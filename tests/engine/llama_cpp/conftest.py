@@ -3,11 +3,11 @@
 import pytest
 
 from lmx_lab.engine import ModelManager
-from tests.support.engines import LLAMA_SETTINGS, entry_of
+from tests.support.engines import LLAMA_SETTINGS, entry_of, load_entry
 
 
 @pytest.fixture
 async def manager(long_gguf):
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(long_gguf))
+        await load_entry(manager, entry_of(long_gguf))
         yield manager

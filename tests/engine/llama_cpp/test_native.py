@@ -25,7 +25,7 @@ from lmx_lab.engine import (
     ToolUse,
 )
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
-from lmx_lab.engine.llama_cpp.model import ALL_MARKERS, detect_chat_format
+from lmx_lab.engine.llama_cpp.tokenizer import ALL_MARKERS, detect_chat_format
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, TokenLogprob, merge_deltas
@@ -35,10 +35,12 @@ from tests.support.engines import (
     entry_of,
     finish_answer,
     finish_with_logprobs,
+    load_entry,
     numbers,
     pin,
     request,
     run,
+    text_of,
     until_idle,
     until_written,
 )
@@ -92,7 +94,7 @@ def caller_gguf(tiny_gguf, tmp_path_factory):
 async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf, pieces):
     tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(caller_gguf))
+        await load_entry(manager, entry_of(caller_gguf))
         result = await force_tokens(manager, chat(tools=ALL), tokens)
         assert result.calls == [("look", "{}")]
         assert (result.text.strip(), result.reason) == ("", "tool_calls")
@@ -105,7 +107,7 @@ async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf, piec
 async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf, pieces):
     tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(caller_gguf))
+        await load_entry(manager, entry_of(caller_gguf))
         forced = await forced_request(manager, chat(tools=ALL), tokens)
         for needs_ids in (True, False):
             async with await manager.submit(replace(forced, needs_ids=needs_ids)) as stream:
@@ -120,7 +122,7 @@ async def test_an_answer_whose_missing_ids_cannot_be_found_ends_without_them(tin
     tokens = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("😀").ids
     assert len(tokens) > 1
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(path))
+        await load_entry(manager, entry_of(path))
         forced = await forced_request(manager, request(prompt=TextPrompt(text="It is")), tokens)
         # The vocabulary, in which the other tokens are looked up, is not read before it is needed.
         os.unlink(path)
@@ -136,7 +138,7 @@ async def test_nothing_of_a_model_stays_in_memory_after_its_unload(tiny_gguf):
 
     before = {id(checker) for checker in checkers()}
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(tiny_gguf))
+        await load_entry(manager, entry_of(tiny_gguf))
         await run(manager, answer_format=PLACE_FORMAT)
         # It refers to the vocabulary and the connection of the model.
         created = [weakref.ref(checker) for checker in checkers() if id(checker) not in before]
@@ -159,7 +161,7 @@ def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(call
 
 async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(caller_gguf):
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(caller_gguf))
+        await load_entry(manager, entry_of(caller_gguf))
         tool_request = replace(chat(tools=ALL), sampling=Sampling(temperature=1, seed=4), max_tokens=20)
         # The values of a cached prompt are rounded differently from those of a computed one.
         await finish_answer(await manager.submit(tool_request))
@@ -176,7 +178,7 @@ async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(c
 async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf, tmp_path):
     path = with_tokens(tiny_gguf, MARKERS, tmp_path / "tiny.gguf", THINKS_FIRST_TEMPLATE)
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(path))
+        await load_entry(manager, entry_of(path))
         result = await force_tokens(manager, chat(), [2000, 2001, 4, 2002, 2003])
         assert result.report.reasoning_tokens == 3
         assert result.reasoning.strip()
@@ -189,11 +191,11 @@ async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf, tmp_
 async def test_for_a_template_without_system_messages_the_user_message_contains_them(tiny_gguf, tmp_path):
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"})
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await manager.load_entry(entry_of(with_template(tiny_gguf, NO_SYSTEM_TEMPLATE, tmp_path)))
+        await load_entry(manager, entry_of(with_template(tiny_gguf, NO_SYSTEM_TEMPLATE, tmp_path)))
         for tools in (None, ALL):
             tool_request = replace(chat(), prompt=ChatPrompt(messages=messages, tools=tools), max_tokens=1)
             async with await manager.submit(tool_request) as stream:
-                shown = await manager.decode(stream.prompt)
+                shown = await text_of(manager, stream.prompt)
             assert "Be brief." in shown
             assert ("look" in shown) is (tools is not None)
 
@@ -212,9 +214,9 @@ async def test_a_deterministic_load_gives_the_same_bits_with_other_requests_and_
         for at in range(8)
     ]  # fmt: skip
     async with ModelManager(settings) as manager:
-        await manager.load_entry(entry_of(tiny_gguf))
+        await load_entry(manager, entry_of(tiny_gguf))
         assert manager.fingerprint.endswith("-batch-dependent")
-        await manager.load_entry(entry_of(tiny_gguf), LoadSpec(model="tiny", deterministic=True))
+        await load_entry(manager, entry_of(tiny_gguf), LoadSpec(model="tiny", deterministic=True))
         assert not manager.fingerprint.endswith("-batch-dependent")
 
         async def answer(each: GenerationRequest) -> tuple[str, list[TokenLogprob]]:
@@ -240,8 +242,8 @@ async def test_a_quantized_kv_cache_changes_little_and_has_its_own_prefixes_on_d
     found = []
     for dtype in (None, "q8_0", "q8_0"):
         async with ModelManager(replace(LLAMA_SETTINGS, prefix_cache_dir=tmp_path)) as manager:
-            report = await manager.load_entry(
-                entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", kv_cache_dtype=dtype)
+            report = await load_entry(
+                manager, entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", kv_cache_dtype=dtype)
             )
             assert report.kv_cache_dtype == dtype
             async with until_written(manager, files=len(found) < 2):
@@ -263,7 +265,7 @@ async def test_a_draft_model_does_not_change_answers(smollm2_gguf, tiny_gguf, tm
     for draft in (None, smollm2_gguf, tiny_gguf):
         spec = LoadSpec(model="smollm2", draft=str(draft) if draft is not None else None)
         async with ModelManager(replace(LLAMA_SETTINGS, prefix_cache_dir=tmp_path)) as manager:
-            report = await manager.load_entry(entry_of(smollm2_gguf, "smollm2"), spec)
+            report = await load_entry(manager, entry_of(smollm2_gguf, "smollm2"), spec)
             assert (report.draft is not None) == (draft is not None)
             assert ("is not smaller than smollm2" in report.warning) == (draft == smollm2_gguf)
             found = [await run(manager, prompt=prompt, max_tokens=40, sampling=each) for each in sampled]
@@ -282,7 +284,7 @@ async def test_a_draft_model_does_not_change_answers(smollm2_gguf, tiny_gguf, tm
             with pytest.raises(
                 UnusableModelError, match=r"vocabulary of 49,152 tokens and smollm2 one of 49,152, and "
             ):
-                await manager.load_entry(entry_of(smollm2_gguf, "smollm2"), replace(spec, draft=str(caller_gguf)))
+                await load_entry(manager, entry_of(smollm2_gguf, "smollm2"), replace(spec, draft=str(caller_gguf)))
     assert answers[1:] == [answers[0]] * 2
     assert counts[0] == [(0, 0), (0, 0)]
     (accepted, drafted), (sampled_accepted, sampled_drafted) = counts[1]
@@ -298,8 +300,8 @@ async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_g
     answers = []
     for prompt_lookup in (None, True):
         async with ModelManager(LLAMA_SETTINGS) as manager:
-            await manager.load_entry(
-                entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", prompt_lookup=prompt_lookup)
+            await load_entry(
+                manager, entry_of(smollm2_gguf, "smollm2"), LoadSpec(model="smollm2", prompt_lookup=prompt_lookup)
             )
             answers.append(await run(manager, prompt=prompt, max_tokens=60))
             totals = manager.snapshot.totals

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.engine import AnswerFormat, ChatPrompt, GenerationRequest, Sampling, TextPrompt, TokenPrompt, Tool, ToolUse
-from lmx_lab.engine.llama_cpp.model import detect_chat_format
 from lmx_lab.engine.llama_cpp.request import SEEDS, chat_body, chat_input, completion_body, route_of, sampling
+from lmx_lab.engine.llama_cpp.tokenizer import detect_chat_format
 from lmx_lab.engine.text.chat_format_detection import ChatFormat
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector

@@ -12,6 +12,7 @@ from tests.support.engines import (
     LLAMA_SETTINGS,
     entry_of,
     finish,
+    load_entry,
     numbers,
     request,
     run,
@@ -27,7 +28,7 @@ TURN = TokenPrompt(tokens=(*FIRST.tokens, *range(700, 760)))
 @asynccontextmanager
 async def server(folder, path):
     async with ModelManager(replace(LLAMA_SETTINGS, prefix_cache_dir=folder)) as manager:
-        await manager.load_entry(entry_of(path))
+        await load_entry(manager, entry_of(path))
         yield manager
 
 

@@ -17,6 +17,7 @@ from tests.support.engines import (
     chat_request,
     finish_answer,
     is_place,
+    load_entry,
     until_idle,
 )
 
@@ -35,7 +36,7 @@ def manager(shared, thinker):
 @pytest.fixture
 async def own_manager(no_shared_model, thinker):
     async with ModelManager(FOUR_SLOTS) as manager:
-        await manager.load_entry(thinker)
+        await load_entry(manager, thinker)
         yield manager
 
 
@@ -84,22 +85,7 @@ async def test_a_budget_has_no_effect_if_the_prompt_has_closed_the_reasoning(man
     assert (answer.reasoning, answer.report.reasoning_tokens, answer.report.output_tokens) == ("", 0, 8)
 
 
-async def test_a_format_is_enforced_after_the_reasoning(manager):
-    answer = await run(manager, open_thoughts=True, thinking_budget=3, answer_format=PLACE_FORMAT, bias=WORDS)
-    assert answer.report.reasoning_tokens == 4
-    assert answer.reasoning
-    assert is_place(answer.text)
-    assert answer.reason == "stop"
-
-
 # Tool calls
-
-
-async def test_forced_parallel_calls_are_all_calls(manager):
-    answer = await run(manager, tools=replace(PLACE_TOOLS, forced=True), max_tokens=400)
-    assert 1 <= len(answer.calls) <= 16
-    assert answer.text == ""
-    assert all(is_place(arguments) for _, arguments in answer.calls)
 
 
 async def test_a_call_that_the_model_starts_follows_its_schema(manager):
@@ -153,18 +139,6 @@ async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager)
 
 
 # Log-probabilities, ends, errors
-
-
-async def test_each_token_of_a_constrained_answer_has_a_logprob(manager):
-    answer = await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False, top_logprobs=2)
-    assert is_place(answer.text)
-    assert len(answer.logprobs) == answer.report.output_tokens
-    assert b"".join(entry.bytes for entry in answer.logprobs if not entry.ends).decode() == answer.text
-    for entry in answer.logprobs:
-        assert len(entry.top) == 2
-        for one in (entry, *entry.top):
-            assert math.isfinite(one.logprob)
-            assert one.logprob <= 0
 
 
 async def test_a_call_has_logprobs_too(manager):

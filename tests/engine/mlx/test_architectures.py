@@ -16,7 +16,7 @@ from mlx_lm.utils import _get_classes
 from lmx_lab.engine import ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import finish, mlx_thread, numbers, request, run, until_written
+from tests.support.engines import finish, generating, load_entry, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
 SHARED = {"vocab_size": 49152, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 1024}
@@ -71,12 +71,12 @@ async def other(request, tmp_path, tiny):
     # On a thread of its own, whose MLX stream ends with it.
     await asyncio.to_thread(write_model, tmp_path / "models" / request.param, config, tiny.path)
     async with ModelManager(Settings(slots=4)) as manager:
-        await manager.load_entry(Catalog(Settings(home=tmp_path)).resolve(request.param))
+        await load_entry(manager, Catalog(Settings(home=tmp_path)).resolve(request.param))
         yield manager
 
 
 async def test_prompts_of_different_lengths_have_the_same_answers_together_as_alone(other):
-    await mlx_thread(other).call(lambda core: core.generating.batch.prefixes.__init__(0))
+    await mlx_thread(other).call(lambda thread: generating(thread).batch.prefixes.__init__(0))
     prompts = [numbers(length, start=300 * length) for length in (120, 7, 55, 100)]
     alone = [(await run(other, prompt=prompt, max_tokens=12))[0] for prompt in prompts]
     streams = [await other.submit(request(prompt=prompt, max_tokens=12)) for prompt in prompts]
@@ -91,7 +91,7 @@ async def test_a_cached_prefix_does_not_change_the_answer(other):
     turn = replace(first, tokens=(*first.tokens, *range(5000, 5010)))
     kept, report = await run(other, prompt=turn, max_tokens=12)
     assert report.cached_tokens > 0
-    await mlx_thread(other).call(lambda core: core.generating.batch.prefixes.shrink(0))
+    await mlx_thread(other).call(lambda thread: generating(thread).batch.prefixes.shrink(0))
     assert (await run(other, prompt=turn, max_tokens=12))[0] == kept
 
 
@@ -101,17 +101,17 @@ async def test_a_state_on_disk_continues_in_another_process(other, tmp_path):
     plain = [await run(other, prompt=prompt, max_tokens=12) for prompt in (LONG, OTHER_TURN)]
     await other.unload()
     async with ModelManager(settings) as manager:
-        await manager.load_entry(entry)
+        await load_entry(manager, entry)
         async with until_written(manager):
             await run(manager, prompt=LONG, max_tokens=12)
     async with ModelManager(settings) as manager:
-        await manager.load_entry(entry)
+        await load_entry(manager, entry)
         kept = [await run(manager, prompt=prompt, max_tokens=12) for prompt in (LONG, OTHER_TURN)]
         assert [text for text, _ in kept] == [text for text, _ in plain]
         assert kept[0][1].disk_cached_tokens == 89
 
 
 async def test_the_choices_of_a_request_share_its_prompt(other):
-    streams = await other.submit_all(request(prompt=numbers(90)), choices=3)
+    streams = await other.generate(request(prompt=numbers(90)), choices=3)
     reports = [report for _, report in await asyncio.gather(*map(finish, streams))]
     assert [report.cached_tokens for report in reports] == [0, 89, 89]

@@ -12,7 +12,7 @@ from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.mlx import weights
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.weights import Catalog
-from tests.support.engines import TWO_SLOTS, mlx_thread, run
+from tests.support.engines import TWO_SLOTS, load_entry, mlx_engine, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_shared_model")]
 WAIT_S = 60.0
@@ -51,10 +51,10 @@ def two(tiny_home, tiny):
 
 async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(tiny, two, slow):
     async with ModelManager(TWO_SLOTS) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         used = mx.get_active_memory()
         slow.waits = True
-        load = asyncio.create_task(manager.load_entry(two))
+        load = asyncio.create_task(load_entry(manager, two))
         await asyncio.to_thread(slow.reached.wait, WAIT_S)
         slow.waits = False
         assert await asyncio.wait_for(manager.unload("tiny-two"), WAIT_S) == 0
@@ -66,10 +66,10 @@ async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(ti
 
 async def test_an_engine_thread_that_hangs_in_a_load_is_replaced(tiny, two, slow):
     async with ModelManager(replace(TWO_SLOTS, load_timeout_s=20)) as manager:
-        await manager.load_entry(tiny)
-        mlx_thread(manager).cancel_s = 0.1
+        await load_entry(manager, tiny)
+        mlx_engine(manager).cancel_s = 0.1
         slow.waits, slow.responds = True, False
-        load = asyncio.create_task(manager.load_entry(two))
+        load = asyncio.create_task(load_entry(manager, two))
         await asyncio.to_thread(slow.reached.wait, WAIT_S)
         slow.waits = False
         await manager.cancel_load("tiny-two")

@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine import ModelManager, TokenPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import finish, mlx_thread, numbers, request, run, until_written
+from tests.support.engines import finish, generating, load_entry, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
 FIRST = numbers(100)
@@ -23,7 +23,7 @@ THIRD = TokenPrompt(tokens=(*SECOND.tokens, *range(700, 760)))
 async def server(folder, entry, **settings):
     """A manager with a cache of its own in memory, and the folder on disk."""
     async with ModelManager(Settings(prefix_cache_dir=folder, **settings)) as manager:
-        await manager.load_entry(entry)
+        await load_entry(manager, entry)
         yield manager
 
 
@@ -59,7 +59,7 @@ async def test_a_new_server_computes_only_what_no_file_has(tmp_path, tiny):
         text, report = await run(manager, prompt=turn)
         assert report.disk_cached_tokens == 140
     async with ModelManager(Settings()) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         assert (await run(manager, prompt=turn))[0] == text
 
 
@@ -76,7 +76,7 @@ async def test_answers_run_while_states_are_written_and_read(tmp_path, tiny):
 
     async def answers(manager):
         # Each step copies a small part of a state.
-        await mlx_thread(manager).call(lambda core: setattr(core.generating.disk, "piece_bytes", 100))
+        await mlx_thread(manager).call(lambda thread: setattr(generating(thread).disk, "piece_bytes", 100))
         streams = [await manager.submit(request(prompt=prompt, max_tokens=40)) for prompt in prompts]
         return [text for text, _ in await asyncio.gather(*map(finish, streams))]
 

@@ -7,36 +7,39 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from lmx_lab.engine import ChatPrompt, ModelManager, Sampling
-from lmx_lab.engine.mlx.state import MlxCore
+from lmx_lab.engine.mlx.engine import MlxEngine
+from lmx_lab.engine.mlx.thread import MlxThread
+from lmx_lab.engine.model import EngineHost
 from lmx_lab.errors import (
     ContextLengthError,
     EngineDeadError,
     EngineError,
     GenerationTimeoutError,
-    NotLoadedError,
     OutOfMemoryError,
     QueueFullError,
     UnusableModelError,
 )
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import GenerationReport
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.fingerprint import with_marks
 from tests.support.engines import (
     TWO_SLOTS,
     engine_paused,
     entry_of,
     fail_next_step,
     finish,
+    generating,
+    load_entry,
     mlx_thread,
     numbers,
     request,
     run,
     submit_while_paused,
-    unload_when_idle_for,
-    until_idle,
 )
 from tests.support.models import write_tiny_llama
 
@@ -50,85 +53,30 @@ async def test_different_samplings_share_a_batch(manager):
     assert report.output_tokens == 8
 
 
+@pytest.mark.skipif(
+    mx.default_device() != mx.cpu or shutil.which("g++") is None, reason="MLX compiles functions for a CPU with g++"
+)
+@pytest.mark.usefixtures("manager")
+async def test_on_a_cpu_functions_are_not_compiled():
+    traced = []
+
+    @mx.compile
+    def add_one(x):
+        traced.append(x)
+        return x + 1
+
+    for _ in range(3):
+        mx.eval(add_one(mx.array([1.0])))
+    assert len(traced) == 3
+
+
 async def test_sampling_differs_between_engines(tiny):
     texts = set()
     for _ in range(3):
         async with ModelManager(Settings()) as manager:
-            await manager.load_entry(tiny)
+            await load_entry(manager, tiny)
             texts.add((await run(manager, sampling=Sampling(temperature=1.0)))[0])
     assert len(texts) > 1, "every new engine thread starts with the same random state"
-
-
-async def test_a_slow_reader_gets_everything_merged(manager):
-    whole, _ = await run(manager, max_tokens=50)
-    stream = await manager.submit(request(max_tokens=50))
-    await until_idle(manager)
-    deltas = [delta async for delta in stream]
-    assert "".join(delta.text for delta in deltas) == whole
-    assert sum(delta.tokens for delta in deltas) == 50
-    # The last token may arrive after the engine is idle.
-    assert len(deltas) <= 2
-
-
-async def test_without_a_model_the_error_says_what_to_do(tiny):
-    async with ModelManager(Settings()) as manager:
-        with pytest.raises(NotLoadedError, match="/admin/models/load"):
-            await run(manager)
-
-
-async def test_an_ended_stream_does_not_keep_the_weights_in_memory(own_manager):
-    loaded = own_manager.snapshot.model_memory_bytes
-    kept = await own_manager.submit(request())
-    await finish(kept)
-    freed = await own_manager.unload()
-    assert freed >= loaded * 0.95
-    assert own_manager.snapshot.memory_used_bytes < loaded * 0.05
-    assert await own_manager.unload() == 0
-
-
-async def test_queued_requests_are_refused_when_another_model_is_loaded(own_manager, tiny_home):
-    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    first, second, queued = [await own_manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
-    await anext(first)
-    async with engine_paused(own_manager):
-        loading = await submit_while_paused(own_manager, own_manager.load_entry(other))
-    with pytest.raises(NotLoadedError, match="the model was replaced by tiny-two before this request started"):
-        await finish(queued)
-    assert [(await finish(stream))[1].output_tokens for stream in (first, second)] == [400] * 2
-    assert (await loading).model == "tiny-two"
-
-
-@pytest.mark.usefixtures("no_shared_model")
-async def test_a_swap_waits_no_longer_than_the_drain_allows(tiny, tiny_home):
-    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    async with ModelManager(Settings(drain_s=0.0)) as manager:
-        await manager.load_entry(tiny)
-        stream = await manager.submit(request(max_tokens=450))
-        await anext(stream)
-        freed = await manager.unload()
-        assert freed > 6_000_000, "the request that was cut short still held the weights"
-        await manager.load_entry(other)
-        with pytest.raises(NotLoadedError):
-            await finish(stream)
-
-
-async def test_loads_and_unloads_happen_in_order_even_if_their_callers_leave(own_manager, tiny_home):
-    other = Catalog(Settings(home=tiny_home)).resolve("tiny-two")
-    stream = await own_manager.submit(request(max_tokens=100))
-    await anext(stream)
-    unloading = asyncio.create_task(own_manager.unload())
-    while own_manager.snapshot.change is None:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    unloading.cancel()
-    loading = asyncio.create_task(own_manager.load_entry(other, if_busy="wait"))
-    control = own_manager._control
-    assert control is not None
-    while not control._current._lock._waiters:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    assert (await loading).model == "tiny-two"
-    assert await own_manager.unload() > 0
-    assert (await finish(stream))[1].output_tokens == 100
-    assert own_manager.snapshot.state == "empty"
 
 
 async def test_the_queue_limit_counts_prompts_that_are_still_tokenized(manager):
@@ -140,26 +88,12 @@ async def test_the_queue_limit_counts_prompts_that_are_still_tokenized(manager):
     assert (await run(manager))[1].output_tokens == 8
 
 
-async def test_a_failed_load_leaves_nothing_in_memory(own_manager, tiny, tmp_path):
-    before = own_manager.snapshot.memory_used_bytes
-    shutil.copytree(tiny.path, tmp_path / "broken")
-    (tmp_path / "broken" / "config.json").write_text(
-        json.dumps({**json.loads((tiny.path / "config.json").read_text()), "num_hidden_layers": 3})
-    )
-    failures = []
-    for _ in range(2):
-        with pytest.raises(UnusableModelError) as failed:
-            await own_manager.load_entry(replace(tiny, id="broken", path=tmp_path / "broken"))
-        failures.append(failed)
-    assert own_manager.snapshot.memory_used_bytes < before * 1.5
-
-
 @pytest.mark.long
 async def test_a_model_without_a_tokenizer_is_refused_before_the_loaded_one_is_unloaded(own_manager, tiny, tmp_path):
     shutil.copytree(tiny.path, tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").unlink()
     with pytest.raises(UnusableModelError, match="its tokenizer cannot be used") as refused:
-        await own_manager.load_entry(replace(tiny, id="broken", path=tmp_path / "broken"))
+        await load_entry(own_manager, replace(tiny, id="broken", path=tmp_path / "broken"))
     assert "loaded again" not in refused.value.message
     assert (await run(own_manager))[1].model == "tiny"
 
@@ -180,7 +114,7 @@ async def test_running_out_of_memory_unloads_the_model(own_manager, tiny):
     assert own_manager.snapshot.memory_used_bytes < 1_000_000, "the weights are still in memory"
     with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
         await run(own_manager)
-    await own_manager.load_entry(tiny)
+    await load_entry(own_manager, tiny)
     assert (await run(own_manager))[1].output_tokens == 8
     assert own_manager.snapshot.unload_cause is None
 
@@ -196,33 +130,9 @@ async def test_queued_requests_end_when_memory_runs_out(own_manager):
             await finish(await submit)
 
 
-async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unload_s(own_manager, tiny):
-    stream = await own_manager.submit(request(max_tokens=300, ignore_eos=True))
-    await anext(stream)
-    await unload_when_idle_for(own_manager, 0.001)
-    assert (await finish(stream))[1].output_tokens == 300
-    while own_manager.snapshot.state == "ready":  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    assert (own_manager.snapshot.unloaded_model, own_manager.snapshot.unload_cause) == ("tiny", "idle")
-    with pytest.raises(NotLoadedError):
-        await run(own_manager)
-    await unload_when_idle_for(own_manager, None)
-    await own_manager.load_entry(tiny, if_busy="wait")
-    assert (await run(own_manager))[1].output_tokens == 8
-
-
-async def test_a_load_that_waits_for_queued_requests_waits_no_longer_than_drain_s(tiny, tiny_home):
-    async with ModelManager(Settings(slots=1, drain_s=0.05)) as manager:
-        await manager.load_entry(tiny)
-        streams = [await manager.submit(request(max_tokens=400, ignore_eos=True)) for _ in range(3)]
-        await manager.load_entry(Catalog(Settings(home=tiny_home)).resolve("tiny-two"), finish_queued=True)
-        with pytest.raises(NotLoadedError):
-            await finish(streams[2])
-
-
 async def test_a_short_prompt_overtakes_long_ones(tiny, delivered_items):
     async with ModelManager(Settings(slots=8)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         long = [request(prompt=numbers(500, start=500 * at), max_tokens=10) for at in range(4)]
         async with engine_paused(manager):
             submits = [
@@ -237,7 +147,7 @@ async def test_a_short_prompt_overtakes_long_ones(tiny, delivered_items):
 
 async def test_a_queued_request_reports_the_progress_of_its_prompt_after_it_has_started(tiny, delivered_items):
     async with ModelManager(Settings(slots=1)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         async with engine_paused(manager):
             submits = [
                 await submit_while_paused(manager, manager.submit(request(prompt=numbers(400), max_tokens=10))),
@@ -258,7 +168,7 @@ async def test_a_dead_thread_ends_every_request_and_a_load_restarts_it(own_manag
     with pytest.raises(EngineDeadError):
         await run(own_manager)
     assert own_manager.snapshot.state == "dead"
-    await own_manager.load_entry(tiny)
+    await load_entry(own_manager, tiny)
     assert (await run(own_manager))[1].output_tokens == 8
 
 
@@ -268,11 +178,12 @@ def test_a_script_that_generated_exits_with_0(tiny_home):
 import asyncio
 from lmx_lab.engine import GenerationRequest, ModelManager, TokenPrompt
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights import Catalog
 manager = ModelManager(Settings())
 manager.start()
 async def main():
-    await manager.load_entry(Catalog(Settings.read(home={str(tiny_home)!r})).resolve("tiny"))
+    await manager.load(LoadSpec(model="tiny"), Catalog(Settings.read(home={str(tiny_home)!r})).resolve("tiny"))
     stream = await manager.submit(GenerationRequest(prompt=TokenPrompt(tokens=(5, 6)), max_tokens=5))
     print(len([delta async for delta in stream]))
 asyncio.run(main())
@@ -284,12 +195,12 @@ raise SystemExit(0)
 
 async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may_end(tiny):
     async with ModelManager(Settings(slots=1, queue_limit=0)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         async with await manager.submit(request(max_tokens=400, ignore_eos=True)) as stream:
             for _ in range(20):
                 await anext(stream)
             thread = mlx_thread(manager)
-            await thread.call(lambda core: setattr(core.generating.batch._pace, "estimate_s", lambda **_: 500.0))
+            await thread.call(lambda it: setattr(generating(it).batch._pace, "estimate_s", lambda **_: 500.0))
             await anext(stream)
             await anext(stream)
             with pytest.raises(QueueFullError) as refused:
@@ -298,8 +209,8 @@ async def test_a_full_queue_is_refused_with_the_time_until_a_running_request_may
 
 
 async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
-    def break_text(core):
-        (generation,) = (each for each in core.generating.answers.scheduler.running if len(each.prompt) == 5)
+    def break_text(thread):
+        (generation,) = (each for each in generating(thread).answers.scheduler.running if len(each.prompt) == 5)
         generation.splitter.add = None
 
     async with engine_paused(manager):
@@ -307,7 +218,7 @@ async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
         bad = await submit_while_paused(
             manager, manager.submit(request(prompt=numbers(5), max_tokens=60, ignore_eos=True))
         )
-        mlx_thread(manager).post(MlxCore.step)
+        mlx_thread(manager).post(MlxThread.step)
         broken = mlx_thread(manager).post(break_text)
     with pytest.raises(EngineError, match="the generation failed"):
         await finish(await bad)
@@ -316,16 +227,16 @@ async def test_an_error_in_the_text_of_one_answer_does_not_end_others(manager):
 
 
 async def test_commands_behind_a_cancelled_one_end_when_the_thread_dies(own_manager, tiny):
-    def die(core):
+    def die(thread):
         raise SystemExit("killed")
 
     async with engine_paused(own_manager):
         mlx_thread(own_manager).post(die)
-        left, waits = mlx_thread(own_manager).post(lambda core: None), mlx_thread(own_manager).post(lambda core: None)
+        left, waits = mlx_thread(own_manager).post(lambda _: None), mlx_thread(own_manager).post(lambda _: None)
         left.cancel()
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(asyncio.wrap_future(waits), 60)
-    await own_manager.load_entry(tiny)
+    await load_entry(own_manager, tiny)
     assert (await run(own_manager))[1].output_tokens == 8
 
 
@@ -336,7 +247,53 @@ async def test_a_request_ends_at_its_deadline_while_its_template_is_rendered(smo
     template = "{% if messages[0].content == 'loop' %}" + endless + "{% endif %}{{ messages[0].content }}"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))
     async with ModelManager(TWO_SLOTS) as manager:
-        await manager.load_entry(entry_of(tmp_path / "m"))
+        await load_entry(manager, entry_of(tmp_path / "m"))
         loop = ChatPrompt(messages=({"role": "user", "content": "loop"},))
         with pytest.raises(GenerationTimeoutError):
             await manager.submit(request(prompt=loop, timeout_s=0.2))
+
+
+async def test_of_two_chat_models_the_one_with_the_least_time_gets_the_next_step(no_shared_model, smollm2, tmp_path):
+    engine, models = MlxEngine(TWO_SLOTS, EngineHost()), []
+    for seed in range(2):
+        write_tiny_llama(tmp_path / str(seed), smollm2.path, seed=seed, context=8192)
+        entry = with_marks(entry_of(tmp_path / str(seed), str(seed)))
+        models.append(await engine.load(entry, LoadSpec(model=entry.id, prompt_lookup=False), room_bytes=2**30))
+    loops = [model.generating for model in models]
+
+    async def start(model, tokens):
+        changed = request(max_tokens=tokens, ignore_eos=True)
+        (stream,) = await model.generate(changed, model.admission.admit(1), asyncio.get_running_loop())
+        return stream
+
+    def compute(thread):
+        """Compute 40 steps; return which model had the least time before each, and which generated a token in it."""
+        expected, computed = [], []
+        for at in range(40):
+            if at == 20:
+                loops[0].used_s += 600
+            before = [loop.answers.scheduler.running[0].output_tokens for loop in loops]
+            expected.append(int(loops[1].used_s < loops[0].used_s))
+            thread.step()
+            after = [loop.answers.scheduler.running[0].output_tokens for loop in loops]
+            computed += [model for model in range(2) if after[model] > before[model]]
+        return expected, computed
+
+    alone = [(await finish(await start(model, 60)))[0] for model in models]
+    streams = [await start(model, 8000) for model in models]
+    beside = [(await anext(stream)).text for stream in streams]
+    expected, computed = await mlx_thread(engine).call(compute)
+    assert computed == expected
+    assert set(computed[:20]) == {0, 1}
+    assert computed[20:] == [1] * 20
+    # The first model continues when the second one is idle.
+    for at in (1, 0):
+        while len(beside[at]) < len(alone[at]):
+            beside[at] += (await anext(streams[at])).text
+        await streams[at].aclose()
+        # The last characters may be part of a character that was incomplete.
+        assert beside[at].startswith(alone[at][:-3])
+    # A model that was idle has no advantage over the one that has computed meanwhile.
+    await finish(await start(models[0], 5))
+    assert loops[1].used_s >= 600
+    await asyncio.to_thread(engine.stop)

@@ -2,6 +2,7 @@
 NVIDIA GPU, which MLX alone uses. The GPU is simulated by what MLX reports about it.
 """
 
+import asyncio
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,18 +14,17 @@ from hypothesis import strategies as st
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager, TraceRequest
 from lmx_lab.engine import memory as machine
-from lmx_lab.engine.admission import AdmissionControl
-from lmx_lab.engine.interface import EngineHost
 from lmx_lab.engine.mlx import kv_cache, memory
 from lmx_lab.engine.mlx.engine import MlxEngine
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, LayerCache
+from lmx_lab.engine.model import EngineHost, EngineMemory
 from lmx_lab.errors import ContextLengthError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.tracing import Activations
 from lmx_lab.weights.fingerprint import with_marks
 from tests.support.engines import finish, numbers, request
+from tests.support.waiting import auntil
 
 GB = 10**9
 LIMIT = GB
@@ -55,35 +55,35 @@ def test_the_memory_limit_is_80_percent_of_what_other_programs_leave_of_the_gpu(
 class SharedMemory:
     """An MLX engine with a chat model and an embedding model, and the memory that other engines use."""
 
-    def __init__(self, tiny, minilm):
-        self.chat, self.embedder, self.others = with_marks(tiny), with_marks(minilm), 0
-        settings = Settings(slots=2, memory_limit_bytes=LIMIT)
-        self.engine = MlxEngine(settings, EngineHost(used_by_others=lambda: self.others))
-        self._admission = AdmissionControl(tiny.id, limit=2)
+    def __init__(self):
+        self.others, self.lost = 0, []
+        host = EngineHost(used_by_others=lambda: self.others, lost=lambda *lost: self.lost.append(lost))
+        self.engine = MlxEngine(Settings(slots=2, memory_limit_bytes=LIMIT), host)
 
-    def permit(self):
-        (permit,) = self._admission.admit(1)
-        return permit
+    async def load(self, entry):
+        entry = with_marks(entry)
+        return await self.engine.load(entry, LoadSpec(model=entry.id), room_bytes=LIMIT)
 
     async def answer(self):
-        (stream,) = await self.engine.submit_all(self.chat, request(prompt=numbers(50)), [self.permit()])
+        permits = self.chat.admission.admit(1)
+        reader = asyncio.get_running_loop()
+        (stream,) = await self.chat.generate(request(prompt=numbers(50)), permits, reader)
         return (await finish(stream))[1]
 
     async def embed(self):
-        pending = await self.engine.submit_embedding(self.embedder, EmbeddingRequest(inputs=("sea",)), self.permit())
-        return await pending.result()
+        (permit,) = self.embedder.admission.admit(1)
+        return await (await self.embedder.embed(EmbeddingRequest(inputs=("sea",)), permit))
 
     async def trace(self):
+        (permit,) = self.chat.admission.admit(1)
         work = Activations(hooks=("logits",))
-        pending = await self.engine.submit_trace(self.chat, TraceRequest(prompt=numbers(5), work=work), self.permit())
-        return await pending.result()
+        return await (await self.chat.trace(TraceRequest(prompt=numbers(5), work=work), permit))
 
 
 @pytest.fixture
 async def shared_memory(no_shared_model, tiny, minilm):
-    shared = SharedMemory(tiny, minilm)
-    await shared.engine.load(shared.chat, LoadSpec(model=tiny.id))
-    await shared.engine.pin(shared.embedder, LoadSpec(model=minilm.id, pin="embedding"))
+    shared = SharedMemory()
+    shared.chat, shared.embedder = await shared.load(tiny), await shared.load(minilm)
     yield shared
     shared.engine.stop()
 
@@ -97,13 +97,13 @@ async def test_cached_prefixes_are_dropped_when_other_engines_need_their_memory(
 
 @pytest.mark.anyio
 async def test_memory_far_above_the_limit_unloads_the_model(shared_memory):
-    loaded, used = shared_memory.engine.snapshot.model_memory_bytes, memory.used_bytes()
+    loaded, used = shared_memory.chat.memory_bytes, memory.used_bytes()
     shared_memory.others = round(1.2 * LIMIT)
     with pytest.raises(OutOfMemoryError, match="unloaded"):
         await shared_memory.answer()
-    now = shared_memory.engine.snapshot
-    assert (now.state, now.unloaded_model, now.unload_cause) == ("empty", "tiny", "memory")
     assert memory.used_bytes() < used - 0.95 * loaded
+    assert shared_memory.chat.memory_bytes == 0
+    await auntil(lambda: shared_memory.lost == [(shared_memory.chat, False)])
     with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
         await shared_memory.answer()
 
@@ -125,11 +125,12 @@ async def test_texts_and_traces_that_do_not_fit_beside_other_engines_are_refused
 
 
 def test_memory_of_the_gpu_is_not_counted_for_engines_on_the_cpu():
-    manager = ModelManager(Settings())
     for is_of_device, used in ((False, 5), (True, 0)):
-        snapshot = EngineSnapshot(memory_used_bytes=5, memory_is_of_device=is_of_device)
-        manager._engines["mlx"] = SimpleNamespace(snapshot=snapshot)
-        assert manager._used_bytes(excluding="llama.cpp") == used
+        of_mlx = EngineMemory(total=9, limit=8, used=5, is_of_device=is_of_device)
+        engine = SimpleNamespace(memory=of_mlx, blas=None)
+        manager = ModelManager(Settings(), engines={"mlx": lambda *_, engine=engine: engine})
+        manager.engine("mlx")
+        assert manager._used_by_others("llama.cpp") == used
 
 
 def test_products_are_exact_and_any_number_of_shapes_is_allowed():

@@ -6,11 +6,12 @@ import pytest
 
 from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.state import MlxCore
 from lmx_lab.settings import Settings
 from tests.support.engines import (
     engine_paused,
     finish,
+    generating,
+    load_entry,
     mlx_thread,
     numbers,
     request,
@@ -23,32 +24,13 @@ pytestmark = pytest.mark.anyio
 FIRST = numbers(100)
 
 
-async def test_a_later_turn_of_a_session_computes_only_its_new_tokens(manager):
-    before = manager.snapshot.totals
-    stream = await manager.submit(request(prompt=FIRST))
-    _, first = await finish(stream)
-    turn = TokenPrompt(tokens=(*FIRST.tokens, *range(500, 510)))
-    _, second = await run(manager, prompt=turn)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 100)
-    assert second.prompt_tokens == 110
-    assert manager.snapshot.totals.cached_tokens - before.cached_tokens == 100
-    assert manager.snapshot.totals.prompt_tokens - before.prompt_tokens == 210
-
-
-async def test_a_fully_cached_prompt_has_the_same_answer_again(manager):
-    text, _ = await run(manager, prompt=FIRST)
-    again, report = await run(manager, prompt=FIRST)
-    assert again == text
-    assert report.cached_tokens == 99
-
-
 async def test_a_cached_prefix_does_not_change_the_answer(manager, tiny):
     await run(manager, prompt=FIRST)
     different = TokenPrompt(tokens=(*FIRST.tokens[:60], *range(7000, 7030)))
     with_cache, report = await run(manager, prompt=different, max_tokens=20)
     assert report.cached_tokens == 60
     async with ModelManager(Settings(prefix_cache_bytes=0)) as fresh:
-        await fresh.load_entry(tiny)
+        await load_entry(fresh, tiny)
         assert (await run(fresh, prompt=different, max_tokens=20))[0] == with_cache
         assert (await run(fresh, prompt=different, max_tokens=20))[1].cached_tokens == 0
 
@@ -74,7 +56,7 @@ async def test_choices_are_scored_after_their_cached_question(manager, tiny):
     _, report = await run(manager, prompt=FIRST)
     assert report.cached_tokens == 99
     async with ModelManager(Settings(prefix_cache_bytes=0)) as fresh:
-        await fresh.load_entry(tiny)
+        await load_entry(fresh, tiny)
         for choice, (scores, _) in zip(choices, found, strict=True):
             expected, _ = await score(fresh, *choice)
             assert scores[100:] == pytest.approx(expected[100:], abs=1e-5)
@@ -109,7 +91,7 @@ async def test_a_request_that_waits_for_a_cancelled_one_computes_the_prefix_itse
 
 
 async def test_the_answers_to_one_request_share_its_prompt(manager):
-    streams = await manager.submit_all(request(prompt=FIRST, sampling=Sampling(temperature=1.5)), choices=3)
+    streams = await manager.generate(request(prompt=FIRST, sampling=Sampling(temperature=1.5)), choices=3)
     texts = {text for text, _ in await asyncio.gather(*map(finish, streams))}
     assert len(texts) == 3
     assert [stream.report.cached_tokens for stream in streams if stream.report] == [0, 99, 99]
@@ -119,7 +101,7 @@ async def test_the_answers_to_one_request_share_its_prompt(manager):
 async def small(tiny):
     """A cache for about 200 tokens, of 512 bytes each."""
     async with ModelManager(Settings(prefix_cache_bytes=100_000)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         yield manager
 
 
@@ -136,15 +118,15 @@ async def test_unloading_drops_the_cache(own_manager, tiny):
     assert own_manager.snapshot.prefix_cache_bytes > 0
     await own_manager.unload()
     assert own_manager.snapshot.prefix_cache_bytes == 0
-    await own_manager.load_entry(tiny)
+    await load_entry(own_manager, tiny)
     assert (await run(own_manager, prompt=FIRST))[1].cached_tokens == 0
 
 
 async def footprint(model):
     async with ModelManager(Settings()) as manager:
-        await manager.load_entry(model)
+        await load_entry(manager, model)
         # Only the numbers: a reference to the model would keep its weights in the memory that is measured next.
-        return await mlx_thread(manager).call(lambda core: core.main.traits.footprint)
+        return await mlx_thread(manager).call(lambda thread: generating(thread).weights.traits.footprint)
 
 
 @pytest.mark.usefixtures("no_shared_model")
@@ -152,7 +134,7 @@ async def test_the_cache_is_dropped_first_when_memory_is_short(tiny, tiny_home):
     # Beside the weights there is memory for one request of 300 tokens and the computation of its prompt.
     needed = (await footprint(tiny)).running_bytes([300], chunk=memory.MAX_CHUNK_TOKENS)
     async with ModelManager(Settings(memory_limit_bytes=needed + 60_000, prefix_cache_bytes=200_000)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         await run(manager, prompt=FIRST)
         kept = manager.snapshot.prefix_cache_bytes
         await run(manager, prompt=numbers(250, start=9000), max_tokens=50)
@@ -165,7 +147,7 @@ async def test_the_cache_is_dropped_first_when_memory_is_short(tiny, tiny_home):
 async def test_requests_wait_for_memory(tiny):
     two = (await footprint(tiny)).running_bytes([200, 200], chunk=memory.MAX_CHUNK_TOKENS)
     async with ModelManager(Settings(memory_limit_bytes=two + 1000, prefix_cache_bytes=0)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         most = 0
         prompts = [numbers(100, start=1000 * at) for at in range(1, 6)]
         streams = [await manager.submit(request(prompt=prompt, max_tokens=100)) for prompt in prompts]
@@ -187,7 +169,7 @@ async def test_requests_wait_for_memory(tiny):
 async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_model(tiny):
     limit = (await footprint(tiny)).running_bytes([256], chunk=256)
     async with ModelManager(Settings(memory_limit_bytes=limit)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         assert manager.snapshot.context_length == 256
         with pytest.raises(Exception, match=r"400 tokens.*takes 256 as it is loaded \(its own limit is 512\)"):
             await run(manager, prompt=numbers(400))
@@ -210,13 +192,13 @@ async def test_long_prompts_with_a_cached_beginning_are_computed_together(manage
 
 async def test_a_request_from_another_event_loop_uses_the_cache(manager):
     """The arrays of the cache are used on the engine thread only."""
-    await run(manager, prompt=FIRST)
+    text, _ = await run(manager, prompt=FIRST)
 
     def other_loop():
-        return asyncio.run(run(manager, prompt=FIRST))[1].cached_tokens
+        return asyncio.run(run(manager, prompt=FIRST))
 
-    assert await asyncio.to_thread(other_loop) == 99
-    assert isinstance(mlx_thread(manager).core, MlxCore)
+    again, report = await asyncio.to_thread(other_loop)
+    assert (again, report.cached_tokens) == (text, 99)
 
 
 @pytest.mark.long
@@ -229,7 +211,7 @@ async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny):
     )
     assert two - one > 300_000
     async with ModelManager(Settings(memory_limit_bytes=two - 20_000, prefix_cache_bytes=200_000)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         await run(manager, prompt=FIRST)
         kept = manager.snapshot.prefix_cache_bytes
         runs = await manager.submit(request(prompt=numbers(4, start=30_000), max_tokens=490, ignore_eos=True))
@@ -244,7 +226,7 @@ async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny):
 
 async def test_without_a_cache_no_request_waits_for_the_prefix_of_another(tiny):
     async with ModelManager(Settings(prefix_cache_bytes=0)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         first = await manager.submit(request(prompt=numbers(400), max_tokens=50))
         second = await manager.submit(request(prompt=numbers(400), max_tokens=50))
         await anext(first)

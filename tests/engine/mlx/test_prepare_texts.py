@@ -2,34 +2,29 @@
 
 import asyncio
 import contextlib
-import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager, Ranking, RerankRequest, TokenPrompt
+from lmx_lab.engine.mlx.engine import MlxEncoder
 from lmx_lab.errors import (
     EngineDeadError,
     EngineError,
-    GenerationTimeoutError,
     InvalidRequestError,
     LabError,
     NotLoadedError,
     OutOfMemoryError,
     QueueFullError,
-    UnusableModelError,
 )
 from lmx_lab.settings import Settings
 from tests.support.engines import (
     finish,
-    mlx_engine,
+    load_entry,
     mlx_thread,
     pin,
     request,
     run,
-    unload_when_idle_for,
-    until_busy,
     until_idle,
 )
 from tests.support.models import write_tiny_bert
@@ -58,7 +53,7 @@ def both(shared, tiny, minilm):
 async def own_embedder(no_shared_model, minilm):
     """A manager for one test, which may unload or pin models, or end the thread."""
     async with ModelManager(ONE) as manager:
-        await manager.load_entry(minilm)
+        await load_entry(manager, minilm)
         yield manager
 
 
@@ -67,7 +62,7 @@ async def own_both(no_shared_model, tiny, minilm):
     """The same with both models."""
     async with ModelManager(TWO) as manager:
         await pin(manager, minilm)
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         yield manager
 
 
@@ -80,7 +75,7 @@ def reranker(tmp_path_factory):
 async def end_thread_with_error(manager):
     """End the engine thread as an unexpected error would."""
 
-    def command(core):
+    def command(_):
         raise SystemExit("as an example")
 
     thread = mlx_thread(manager)._thread
@@ -98,24 +93,11 @@ def long(count):
     return EmbeddingRequest(inputs=tuple(f"text number {at} " + "of the sea " * 40 for at in range(count)))
 
 
-async def test_a_text_has_the_same_vector_whatever_is_computed_beside_it(embedder):
-    (alone,) = await vectors(embedder, SENTENCES[0])
-    crowd = [*SENTENCES, *(f"{at} " * (at + 1) for at in range(60))]
-    beside = (await vectors(embedder, *crowd))[0]
-    assert np.abs(alone - beside).max() < 1e-5
-    assert alone @ beside > 0.999999
-
-
 async def test_simultaneous_requests_get_their_own_vectors(embedder):
     alone = [await vectors(embedder, text) for text in SENTENCES]
     together = await asyncio.gather(*(vectors(embedder, text) for text in SENTENCES))
     for one, other in zip(alone, together, strict=True):
         assert np.allclose(one, other, atol=1e-5)
-
-
-async def test_all_dimensions_are_the_whole_vector(embedder):
-    request_ = EmbeddingRequest(inputs=SENTENCES, dimensions=384)
-    assert np.array_equal((await embedder.embed(request_)).vectors, await vectors(embedder, *SENTENCES))
 
 
 async def test_an_embedding_model_ranks_by_cosine(embedder):
@@ -187,15 +169,6 @@ async def test_a_request_of_one_text_does_not_wait_for_one_of_many(embedder, gat
 # Loads and unloads
 
 
-async def test_pinned_models_stay_through_loads_and_unloads(own_both, tiny):
-    before = await vectors(own_both, SENTENCES[0])
-    await own_both.load_entry(replace(tiny, id="tiny-again", path=tiny.path.parent / "tiny-two"))
-    await own_both.unload()
-    assert own_both.snapshot.model is None
-    assert [pinned.entry.id for pinned in own_both.snapshot.pinned] == ["minilm-l6"]
-    assert np.array_equal(await vectors(own_both, SENTENCES[0]), before)
-
-
 async def test_requests_of_pinned_models_continue_during_an_unload(own_both, gate):
     gate.shut()
     embedding = asyncio.create_task(own_both.embed(long(4)))
@@ -234,7 +207,7 @@ async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(own_emb
 @pytest.mark.usefixtures("no_shared_model")
 async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm, gate):
     async with ModelManager(Settings(drain_s=0)) as manager:
-        await manager.load_entry(minilm)
+        await load_entry(manager, minilm)
         gate.shut()
         running = asyncio.create_task(manager.embed(long(4)))
         await gate.reached()
@@ -246,36 +219,14 @@ async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm, gate):
             await running
 
 
-@pytest.mark.usefixtures("no_shared_model")
-async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory(tiny, minilm):
-    async with ModelManager(Settings(idle_unload_s=0.4)) as manager:
-        await pin(manager, minilm)
-        await manager.load_entry(tiny)
-        deadline = time.monotonic() + 20
-        while manager.snapshot.model is not None and time.monotonic() < deadline:
-            await vectors(manager, SENTENCES[0])
-            await asyncio.sleep(0.02)
-        assert manager.snapshot.unload_cause == "idle"
-        assert manager.snapshot.pinned
-
-
 async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm):
     async with ModelManager(Settings(idle_unload_s=1000)) as manager:
-        await manager.load_entry(minilm)
-        main = manager.residents.main
+        await load_entry(manager, minilm)
+        main = manager.main
         main.admission.used_at -= 900
         before = main.admission.used_at
         await vectors(manager, SENTENCES[0])
         assert main.admission.used_at > before + 900
-
-
-async def test_a_pin_that_fails_changes_nothing(own_both, tmp_path):
-    broken = write_tiny_bert(tmp_path / "broken")
-    (tmp_path / "broken" / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(UnusableModelError):
-        await pin(own_both, broken)
-    assert [pinned.entry.id for pinned in own_both.snapshot.pinned] == ["minilm-l6"]
-    assert (await vectors(own_both, "still here")).shape == (1, 384)
 
 
 @pytest.mark.usefixtures("no_shared_model")
@@ -288,11 +239,11 @@ async def test_a_model_too_large_to_be_pinned_is_refused_before_it_is_loaded(min
 @pytest.mark.usefixtures("no_shared_model")
 async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny, minilm):
     async with ModelManager(Settings(memory_limit_bytes=95_000_000)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         await manager.unload()
         await pin(manager, minilm)
         with pytest.raises(OutOfMemoryError, match=r"0\.00 GB are allowed"):
-            await manager.load_entry(tiny)
+            await load_entry(manager, tiny)
 
 
 async def test_a_pinned_model_is_loaded_again_after_the_thread_has_died(own_both, tiny):
@@ -316,7 +267,7 @@ async def test_a_pinned_model_is_loaded_again_after_the_thread_has_died(own_both
     with pytest.raises(EngineDeadError):
         await vectors(own_both, SENTENCES[0])
     # A load of the main model also loads the pinned model again.
-    await own_both.load_entry(tiny)
+    await load_entry(own_both, tiny)
     assert (await vectors(own_both, SENTENCES[0])).shape == (1, 384)
 
 
@@ -326,7 +277,7 @@ async def test_a_pinned_model_that_cannot_be_restored_does_not_prevent_a_load(ti
         await pin(manager, pinned)
         (tmp_path / "pinned" / "model.safetensors").unlink()
         await end_thread_with_error(manager)
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         assert manager.snapshot.model == "tiny"
         assert manager.snapshot.pinned == ()
     assert "pinned, which was pinned, could not be loaded again" in caplog.text
@@ -338,20 +289,6 @@ async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(own_embedder,
     assert own_embedder.snapshot.memory_used_bytes == used
     assert await own_embedder.unload() == 0
     assert (await vectors(own_embedder, SENTENCES[0])).shape == (1, 384)
-
-
-async def test_a_model_whose_texts_are_being_tokenized_is_not_idle(own_embedder):
-    embedding = asyncio.create_task(own_embedder.embed(long(2000)))
-    await asyncio.sleep(0)
-    await unload_when_idle_for(own_embedder, 0.001)
-    assert await own_embedder._run(idle_timer) is None
-    await unload_when_idle_for(own_embedder, None)
-    assert not embedding.done()
-    embedding.cancel()
-
-
-async def idle_timer(control):
-    return control._idle_timer
 
 
 async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_embedder):
@@ -373,7 +310,7 @@ async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_
 @pytest.mark.usefixtures("no_shared_model")
 async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(tiny, changes):
     async with ModelManager(Settings()) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         with pytest.raises(LabError) as kept:
             await manager.submit(request(**changes))
         assert await manager.unload() > 6_000_000
@@ -383,15 +320,8 @@ async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(tiny, cha
 # Ends
 
 
-async def test_a_request_without_texts_is_refused(embedder):
-    with pytest.raises(InvalidRequestError, match="no texts"):
-        await embedder.embed(EmbeddingRequest(inputs=()))
-    with pytest.raises(InvalidRequestError, match="no texts"):
-        await embedder.rerank(RerankRequest(query="q", documents=()))
-
-
 async def test_the_number_of_characters_in_all_requests_is_limited(embedder, monkeypatch):
-    monkeypatch.setattr(mlx_engine(embedder).texts, "max_characters", 10_000)
+    monkeypatch.setattr(MlxEncoder, "max_characters", 10_000)
     running = asyncio.create_task(embedder.embed(long(1000)))
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="characters are being tokenized, and these have 16; the limit is 10000"):
@@ -428,37 +358,10 @@ async def test_cancelling_a_request_cancels_its_computation(embedder, gate):
     assert embedder.snapshot.totals.encoded_tokens - before < TOKENS / 2
 
 
-async def test_an_accepted_request_that_is_dropped_is_cancelled(embedder):
-    before = embedder.snapshot.totals.encoded_tokens
-    pending = await embedder.submit_embedding(long(2000))
-    del pending
-    await until_idle(embedder)
-    assert embedder.snapshot.totals.encoded_tokens - before < TOKENS / 2
-
-
-async def test_a_request_ends_at_its_deadline(embedder):
-    before = embedder.snapshot.totals.encoded_tokens
-    with pytest.raises(GenerationTimeoutError, match=r"0\.3 s"):
-        await embedder.embed(replace(long(2000), timeout_s=0.3))
-    await until_idle(embedder)
-    assert embedder.snapshot.totals.encoded_tokens - before < TOKENS / 2
-
-
-async def test_too_many_requests_are_refused(minilm):
-    async with ModelManager(Settings(slots=1, queue_limit=1)) as manager:
-        await manager.load_entry(minilm)
-        running = [asyncio.create_task(manager.embed(long(100))) for _ in range(2)]
-        await until_busy(manager, requests=2)
-        with pytest.raises(QueueFullError):
-            await vectors(manager, SENTENCES[0])
-        for task in running:
-            task.cancel()
-
-
 async def test_stopping_ends_running_requests(minilm, gate):
     manager = ModelManager(Settings())
     await asyncio.to_thread(manager.start)
-    await manager.load_entry(minilm)
+    await load_entry(manager, minilm)
     gate.shut()
     embedding = asyncio.create_task(manager.embed(long(200)))
     await gate.reached()
@@ -494,7 +397,7 @@ async def test_the_refusal_without_a_model_names_the_next_step():
 
 async def test_a_reranker_does_not_embed(reranker):
     async with ModelManager(Settings()) as manager:
-        await manager.load_entry(reranker)
+        await load_entry(manager, reranker)
         with pytest.raises(NotLoadedError, match="tiny-reranker is a reranker"):
             await vectors(manager, "text")
         with pytest.raises(InvalidRequestError, match="is a reranker"):

@@ -23,7 +23,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob
 from lmx_lab.weights import Catalog
-from tests.support.engines import finish_with_logprobs, request, run
+from tests.support.engines import finish_with_logprobs, load_entry, request, run
 from tests.support.models import teach_thinking
 
 PAST = [*range(10, 40), 90, 91, 10, 11, 12]
@@ -118,7 +118,7 @@ class Answers:
 
 async def answers(entry, **options):
     async with ModelManager(Settings(slots=4)) as manager:
-        report = await manager.load_entry(entry, LoadSpec(model=entry.id, **options))
+        report = await load_entry(manager, entry, LoadSpec(model=entry.id, **options))
         alone = {name: await run(manager, **changes) for name, changes in REQUESTS.items()}
         text = alone["no end"][0]
         alone["stop"] = await run(manager, **LONG, stop=(text[len(text) // 2 :][:6],))
@@ -171,14 +171,14 @@ async def test_a_draft_model_that_cannot_be_used_is_refused(tiny, tmp_path):
     folder = shutil.copytree(tiny.path, tmp_path / "other")
     teach_thinking(folder)
     async with ModelManager(Settings()) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         other = "other has a vocabulary of 49,152 tokens and tiny one of 49,152, and 4 tokens are not the same"
         for draft, reason in (
             (str(folder), other),
             ("no-model", "the draft model cannot be used: there is no model 'no-model'"),
         ):
             with pytest.raises(LabError, match=reason) as refused:
-                await manager.load_entry(tiny, LoadSpec(model=tiny.id, draft=draft))
+                await load_entry(manager, tiny, LoadSpec(model=tiny.id, draft=draft))
             assert refused.value.param == "draft"
         assert manager.snapshot.state == "ready"
 

@@ -13,7 +13,7 @@ from mlx_lm.generate import BatchGenerator
 
 from lmx_lab.engine import Caller, ModelManager, Sampling, TokenPrompt
 from lmx_lab.engine.mlx.capture.points import find_parts, find_points
-from lmx_lab.engine.mlx.model import LoadedModel
+from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.speculative import SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
 from lmx_lab.engine.scheduler import Turns
@@ -25,6 +25,7 @@ from tests.support.engines import (
     engine_paused,
     finish,
     finish_with_logprobs,
+    load_entry,
     numbers,
     request,
     run,
@@ -74,7 +75,7 @@ def assert_same(answer, expected):
 async def fresh(no_shared_model, tiny):
     """A manager without a prefix cache, so that every request computes its whole prompt."""
     async with ModelManager(Settings(slots=4, prefix_cache_bytes=0)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         yield manager
 
 
@@ -82,7 +83,7 @@ def logprobs_of(rows, kind, dtype):
     """Return the log-probabilities of each token of several answers to one prompt, which begin in the same step."""
     model = build_model(kind)
     model.set_dtype(dtype)
-    loaded = cast("LoadedModel", SimpleNamespace(model=model, hook_points=points_of(model)))
+    loaded = cast("ChatWeights", SimpleNamespace(model=model, hook_points=points_of(model)))
     generator = BatchGenerator(model, completion_batch_size=4, prefill_batch_size=4, prefill_step_size=4)
     generator.close()
     steering = BatchSteering(loaded)
@@ -177,7 +178,7 @@ async def test_the_scores_of_a_steered_prompt_are_its_log_probabilities(fresh):
 
 async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tmp_path, tiny):
     async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         steered, _ = await run(manager, prompt=PROMPT, steer=(vector(),))
         assert steered != (await run(manager, prompt=PROMPT, steer=(vector(scale=2.0),)))[0]
         async with until_written(manager):
@@ -192,7 +193,7 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
     # Only the state of the request without vectors is on disk.
     assert sum(name.endswith(".safetensors") for name in os.listdir(tmp_path)) == 1
     async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         again, report = await run(manager, prompt=PROMPT, steer=(vector(),))
         assert (again, report.cached_tokens) == (steered, 0)
 
@@ -206,7 +207,7 @@ async def test_drafts_do_not_change_a_steered_answer(no_shared_model, tiny, monk
     # The draft model is not steered, so it drafts other tokens.
     for options_ in ({"prompt_lookup": False}, {"prompt_lookup": True}, {"draft": str(tiny.path)}):
         async with ModelManager(Settings()) as manager:
-            await manager.load_entry(tiny, LoadSpec(model=tiny.id, **options_))
+            await load_entry(manager, tiny, LoadSpec(model=tiny.id, **options_))
             answers.append(await run(manager, **asked))
     (plain, report), (looked_up, with_lookup), (drafted, with_draft) = answers
     assert plain == looked_up == drafted
@@ -217,7 +218,7 @@ async def test_drafts_do_not_change_a_steered_answer(no_shared_model, tiny, monk
 async def test_a_steered_answer_continues_after_a_pause(no_shared_model, tiny):
     bodies = [options(vector(seed=seed), max_tokens=150, top_logprobs=None) for seed in range(2)]
     async with ModelManager(Settings(slots=2), turns=Turns(wait_s=0.0, turn_s=0.0)) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         expected = [(await run(manager, **body))[0] for body in bodies]
         streams = [await manager.submit(request(**body, caller=Caller(client="192.0.2.1"))) for body in bodies]
         answers = [asyncio.create_task(finish(stream)) for stream in streams]
@@ -258,7 +259,7 @@ async def test_a_vector_that_does_not_fit_is_refused(manager, wrong, message):
 )
 async def test_an_answer_whose_values_are_not_finite_ends_with_an_error(no_shared_model, tiny, changes):
     async with ModelManager(Settings(slots=4, dtype="float16")) as manager:
-        await manager.load_entry(tiny)
+        await load_entry(manager, tiny)
         neighbour = asyncio.create_task(alone(manager, **options(max_tokens=20)))
         with pytest.raises(InvalidRequestError, match="not finite; use a smaller scale") as refused:
             await alone(manager, **options(vector(scale=LONG), **changes))

@@ -11,14 +11,16 @@ import psutil
 import pytest
 
 from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
-from lmx_lab.engine.mlx import state, tracing
-from lmx_lab.engine.mlx.state import MlxCore
+from lmx_lab.engine.mlx import thread, tracing
+from lmx_lab.engine.mlx.loop import GenerationLoop
+from lmx_lab.engine.mlx.thread import MlxThread
 from lmx_lab.engine.mlx.tracing import TraceLoop
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, Trace
-from tests.support.engines import finish, mlx_thread, numbers, request, run
+from tests.support.engines import finish, generating, load_entry, mlx_thread, numbers, request, run
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
 POST = "blocks.*.hook_resid_post"
@@ -27,7 +29,7 @@ POST = "blocks.*.hook_resid_post"
 @pytest.fixture
 async def manager(tiny):
     async with ModelManager(Settings(slots=8, trace_bytes=2_000_000)) as made:
-        await made.load_entry(tiny)
+        await load_entry(made, tiny)
         yield made
 
 
@@ -67,7 +69,7 @@ async def test_running_answers_are_not_changed_by_traces(manager):
 
 async def test_a_draft_model_does_not_change_traces(no_shared_model, manager, tiny):
     expected = (await manager.trace(activations(60, POST, "*.hook_pattern"))).arrays
-    await manager.load_entry(tiny, LoadSpec(model=tiny.id, draft=str(tiny.path)))
+    await load_entry(manager, tiny, LoadSpec(model=tiny.id, draft=str(tiny.path)))
     prompt = TokenPrompt(tokens=(*range(1000, 1040), *range(1000, 1040)))
     answering = asyncio.create_task(run(manager, prompt=prompt, max_tokens=60))
     traced = (await manager.trace(activations(60, POST, "*.hook_pattern"))).arrays
@@ -82,18 +84,18 @@ async def test_a_cancelled_trace_ends_and_releases_its_place(manager):
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    main = manager.residents.main
+    main = manager.main
     await main.admission.until_at_most(0)
-    assert await mlx_thread(manager).call(lambda core: core.tracing.idle)
+    assert await mlx_thread(manager).call(lambda thread: thread.tracing.idle)
 
 
 async def test_an_unload_ends_traces_with_one_error_each(manager):
     thread, released = mlx_thread(manager), threading.Event()
     thread.post(lambda _: released.wait(60))
     waiting = [asyncio.create_task(manager.trace(activations(500))) for _ in range(3)]
-    await until(lambda: thread._commands.qsize() >= 3)
+    await auntil(lambda: thread._commands.qsize() >= 3)
     unloading = asyncio.create_task(manager.unload(wait=False))
-    await until(lambda: thread._commands.qsize() >= 4)
+    await auntil(lambda: thread._commands.qsize() >= 6)
     released.set()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [NotLoadedError] * 3
@@ -112,8 +114,6 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch):
         def _advance(self, job, limit_s, *, busy):
             nonlocal now
             now += next(durations)
-
-        def _expire(self): ...
 
     monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: now))
     limits = {"limit_bytes": 0, "used_bytes": lambda: 0, "trace_bytes": 0}
@@ -135,28 +135,37 @@ def test_texts_and_traces_share_the_time_of_a_step_of_the_answers(monkeypatch):
         limits.append(limit_s)
         advance(limit_s)
 
-    monkeypatch.setattr(state, "time", SimpleNamespace(perf_counter=lambda: now))
-    core = MlxCore.__new__(MlxCore)
-    core.generating = SimpleNamespace(idle=False, step=advance, decode_s=0.0)
-    core.encoding, core.tracing = (SimpleNamespace(idle=False, step=work) for _ in range(2))
-    core._threads, core._deliver, core._mean_s = SimpleNamespace(wait=advance), lambda: None, 0.0
-    core.step()
-    core.encoding.idle = True
-    core.step()
+    class Answers(GenerationLoop):
+        idle, decode_s, is_saving = False, 0.0, False
+
+        def __init__(self):
+            scheduler = SimpleNamespace(running=[])
+            self.answers, self.used_s, self.step_s = (
+                SimpleNamespace(scheduler=scheduler, deliver=lambda: None),
+                0.0,
+                1.0,
+            )
+
+        def step(self, *, computes, idle):
+            advance(self.step_s)
+
+    monkeypatch.setattr(thread, "time", SimpleNamespace(perf_counter=lambda: now))
+    engine, answers = MlxThread.__new__(MlxThread), Answers()
+    engine.models = {cast(Any, "tiny"): answers}
+    engine.encoding, engine.tracing = (cast(Any, SimpleNamespace(idle=False, step=work)) for _ in range(2))
+    engine._threads, engine._mean_s, engine._least_s, engine.peak_bytes = SimpleNamespace(wait=advance), 0.0, 0.0, 0
+    engine.step()
+    engine.encoding.idle = True
+    engine.step()
     # A step that takes longer than usual, because of another program.
-    core.generating.step = lambda: advance(11.0)
-    core.step()
+    answers.step_s = 11.0
+    engine.step()
     assert limits == pytest.approx([1.0, 1.0, 2.0, 4.0])
     # Texts get the time of the tokens, but not that of a part of a prompt in the same step.
-    core.encoding.idle, core.tracing.idle = False, True
-    core.generating.decode_s = 0.5
-    core.step()
+    engine.encoding.idle, engine.tracing.idle = False, True
+    answers.decode_s = 0.5
+    engine.step()
     assert limits[4:] == pytest.approx([0.5])
-
-
-async def until(condition):
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -197,10 +206,10 @@ async def test_hooks_that_are_installed_for_answers_do_not_change_a_trace(manage
     assert names["blocks.1.attn.hook_pattern"] == [2, 0]
     before = await manager.trace(activations())
 
-    def install_zeros(core):
+    def install_zeros(thread):
         from lmx_lab.engine.mlx.capture.install import install
 
-        points = core.main.hook_points
+        points = generating(thread).weights.hook_points
         installed = install({points.point("blocks.0.hook_resid_post"): lambda value: value * 0})
         installed.__enter__()
         return installed

@@ -13,7 +13,7 @@ from lmx_lab.engine import ModelManager, memory
 from lmx_lab.engine.mlx.weights import EXPANDED_SHARE, checked_classes, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import run
+from tests.support.engines import load_entry, run
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="on a GPU, weights are not converted")
 AMPLE = 2**40
@@ -54,11 +54,6 @@ def weights_bytes(model):
 
 
 @on_cpu
-def test_quantized_weights_are_expanded_if_they_fit(fitted):
-    assert dtypes(fitted("auto")) == {mx.float32}
-
-
-@on_cpu
 def test_the_size_of_expanded_weights_is_known_before(quantized, fitted):
     lazy, _ = load_model(quantized.path, lazy=True)
     assert expanded_bytes(lazy, mx.float32) == weights_bytes(fitted("auto"))
@@ -88,14 +83,19 @@ def test_memory_of_other_programs_is_not_available(quantized, fitted, monkeypatc
 
 
 @on_cpu
-def test_keep_leaves_weights_quantized(fitted):
-    assert dtypes(fitted("keep")) == {mx.uint32, mx.float32}
-
-
-@on_cpu
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
-def test_a_named_type_expands_weights_even_if_they_do_not_fit(fitted, name):
-    assert dtypes(fitted(name, limit_bytes=1)) == {getattr(mx, name)}
+@pytest.mark.parametrize(
+    ("name", "limit_bytes", "expected"),
+    [
+        pytest.param("auto", AMPLE, {mx.float32}, id="quantized weights are expanded if they fit"),
+        pytest.param("keep", AMPLE, {mx.uint32, mx.float32}, id="keep leaves them quantized"),
+        # A named type expands them even if they do not fit.
+        ("float32", 1, {mx.float32}),
+        ("float16", 1, {mx.float16}),
+        ("bfloat16", 1, {mx.bfloat16}),
+    ],
+)
+def test_quantized_weights_get_the_type_of_the_setting(fitted, name, limit_bytes, expected):
+    assert dtypes(fitted(name, limit_bytes)) == expected
 
 
 @on_cpu
@@ -103,7 +103,7 @@ def test_a_named_type_expands_weights_even_if_they_do_not_fit(fitted, name):
 @pytest.mark.parametrize(("dtype", "times"), [("auto", (3.0, 9.0)), ("keep", (0.5, 2.0))])
 async def test_the_setting_reaches_the_engine(quantized, dtype, times):
     async with ModelManager(Settings(dtype=dtype)) as manager:
-        report = await manager.load_entry(quantized)
+        report = await load_entry(manager, quantized)
         low, high = times
         assert low < report.memory_bytes / quantized.size_bytes < high
         text, _ = await run(manager)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
-from lmx_lab.engine.text.splitter import TextSplitter
+from lmx_lab.engine.text.splitter import SplitText, TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from tests.support.engines import merge
-
-# Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
-if TYPE_CHECKING:
-    pass
-
 
 THOUGHTS = ("<think>", "</think>")
 
@@ -77,22 +72,20 @@ class SplitAnswer:
         return self.text, self.reasoning, self.calls, self.stopped
 
 
-def answer(tokens: Tokens, channel_format: ChannelFormat, stops: Sequence[str] = ()) -> SplitAnswer:
-    """Feed all tokens, each as its own entry, to a splitter and return the whole answer."""
-    channel_format = ChannelFormat(
-        initial=channel_format.initial,
-        transitions=channel_format.transitions,
-        calls=channel_format.calls,
-        literals=tokens.literals,
-    )
-    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, channel_format)
+def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[SplitText[int]]:
+    """Feed all tokens, each as its own entry, and return what the splitter returned."""
     pieces = []
-    for token in range(len(tokens.chunks)):
+    for token in tokens:
         pieces.append(splitter.add(token, token))
         if pieces[-1].stopped:
-            break
-    else:
-        pieces.append(splitter.finish())
+            return pieces
+    return [*pieces, splitter.finish()]
+
+
+def answer(tokens: Tokens, channel_format: ChannelFormat, stops: Sequence[str] = ()) -> SplitAnswer:
+    """Feed all tokens to a splitter and return the whole answer."""
+    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, replace(channel_format, literals=tokens.literals))
+    pieces = run(splitter, range(len(tokens.chunks)))
     calls, ids = merge(delta for piece in pieces for delta in piece.calls)
     assert splitter.has_called == bool(calls)
     return SplitAnswer(

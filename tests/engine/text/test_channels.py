@@ -57,7 +57,7 @@ class Parsed:
 
 
 def streamed(channel_format, pieces, stops=()):
-    channels, parts, last = ChannelParser(channel_format, stops), list[ChannelOutput](), 0
+    channels, parts, last = ChannelParser(channel_format, stops), [], 0
     raw = sum(map(len, pieces))
     for piece in pieces:
         parts.append(channels.feed(piece))

@@ -11,7 +11,7 @@ from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.splitter import Detokenizer, SplitText, TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.outputs import ToolCallDelta
-from tests.engine.text.splitting import Tokens, answer, channel_format_of, places, tool_parser
+from tests.engine.text.splitting import Tokens, answer, channel_format_of, places, run, tool_parser
 
 json_tools = tool_parser("json_tools")
 TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)
@@ -188,16 +188,6 @@ def cut(text, stops):
     return text, False
 
 
-def run(splitter, tokens):
-    """Feed all tokens, each as its own entry, and return what the splitter returned."""
-    pieces = []
-    for token in tokens:
-        pieces.append(splitter.add(token, token))
-        if pieces[-1].stopped:
-            return pieces
-    return [*pieces, splitter.finish()]
-
-
 @pytest.mark.slow
 @given(TEXTS, STOPS)
 def test_stop_strings_cut_streamed_text_as_they_cut_the_whole_text(text, stops):
@@ -221,24 +211,6 @@ def test_stop_strings_are_found_at_any_division_of_the_text(text, stops, sizes):
 
 def test_the_stop_string_that_is_complete_first_ends_the_text():
     assert StopStrings(["bc", "abcd"]).feed("abcd") == ("a", True)
-
-
-@pytest.mark.parametrize("pieces", [["a", "bb", "c"], ["ab", "bc"], ["abbc"], ["a", "b", "b", "c"]])
-def test_a_stop_string_is_found_across_pieces(pieces):
-    stops = StopStrings(["bb"])
-    out = ""
-    for piece in pieces:
-        text, stopped = stops.feed(piece)
-        out += text
-        if stopped:
-            break
-    assert (out, stopped) == ("a", True)
-
-
-def test_the_beginning_of_a_stop_string_is_returned_at_the_end_of_the_text():
-    stops = StopStrings(["END"])
-    assert stops.feed("the EN") == ("the ", False)
-    assert stops.finish() == "EN"
 
 
 # Entries

@@ -373,32 +373,24 @@ def test_an_enforced_call_is_streamed():
     assert given == [[], [], name, [], *rest, []]
 
 
+NO_CALLS = ["", " ", "x", "{} {", '{"nam', '{"nome": "f"}']
+NO_CALLS += ['{"name": "f', '{"name": 7}', '{"name": ""}', '{"name": "\n"']
+CUT_OFF, MARKED = '{"x": [1, "a', '{"x": "<tool_call>\\"</tool_call></tool_call>"}'
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["", " ", "x", '{"nam', '{"name": "f', '{"nome": "f"}', '{"name": 7}', '{"name": ""}', "{} {", '{"name": "\n"'],
+    ("raw", "text", "calls"),
+    [
+        *((f"So. <tool_call>{text}{end}",) * 2 + ([],) for text in NO_CALLS for end in ("", "</tool_call>")),
+        (f'So. <tool_call>{{"name": "f", "arguments": {CUT_OFF}', "So.", [("f", CUT_OFF)]),
+        (f'<tool_call>{{"name": "f", "arguments": {MARKED}}}</tool_call> done', " done", [("f", MARKED)]),
+    ],
 )
-@pytest.mark.parametrize("end", ["", "</tool_call>"])
-def test_text_that_does_not_begin_like_a_call_is_content(text, end):
-    raw = f"So. <tool_call>{text}{end}"
-    for cuts in [(), range(len(raw))]:
-        found = answer(Tokens(raw, cuts), channel_format_of(json_tools, parsed=False))
-        assert (found.text, found.calls) == (raw, [])
-
-
-def test_an_enforced_call_that_is_cut_off_is_returned_incomplete():
-    raw = 'So. <tool_call>{"name": "f", "arguments": {"x": [1, "a'
-    for cuts in [(), range(len(raw))]:
-        found = answer(Tokens(raw, cuts), channel_format_of(json_tools, parsed=False))
-        assert (found.text, found.calls) == ("So.", [("f", '{"x": [1, "a')])
-
-
-def test_arguments_of_an_enforced_call_can_contain_the_markers():
-    arguments = '{"x": "<tool_call>\\"</tool_call></tool_call>"}'
-    raw = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> done'
+def test_an_enforced_call_may_be_cut_off_or_contain_markers_and_other_text_is_content(raw, text, calls):
     for cuts in [(), *([cut] for cut in range(len(raw))), range(len(raw))]:
         tokens = Tokens(raw, cuts)
         found = answer(tokens, channel_format_of(json_tools, parsed=False))
-        assert (found.text, found.calls) == (" done", [("f", arguments)])
+        assert (found.text, found.calls) == (text, calls)
         assert found.entries == list(range(len(tokens.chunks)))
 
 

@@ -61,18 +61,15 @@ def test_a_tool_without_a_description_has_no_description_key():
     assert add == {"name": "add", "parameters": {"type": "object"}}
 
 
-def test_calls_and_results_are_written_as_text():
-    history = [USER, calls(("weather", {"city": "Zürich 🏔", "n": [1, None]})), result('{"rain": "ja, ständig"}')]
-    user, call, answer = write_tools_as_text(history, None)
-    assert user == USER
+def test_calls_and_results_are_written_as_text_without_tools_too():
+    made = calls(("weather", {"city": "Zürich 🏔", "n": [1, None]}))
+    system, user, call, answer = write_tools_as_text([SYSTEM, USER, made, result('{"rain": "ja, ständig"}')], None)
+    assert (system, user) == (SYSTEM, USER)
     assert call == {
         "role": "assistant",
         "content": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🏔", "n": [1, null]}}\n</tool_call>',
     }
-    assert answer == {
-        "role": "user",
-        "content": '<tool_response>\n{"rain": "ja, ständig"}\n</tool_response>',
-    }
+    assert answer == {"role": "user", "content": '<tool_response>\n{"rain": "ja, ständig"}\n</tool_response>'}
 
 
 def test_the_content_of_a_message_is_written_before_its_calls():
@@ -90,13 +87,6 @@ def test_the_results_of_the_calls_of_one_message_are_one_message():
     assert written[1]["content"] == ("<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>")
     assert written[3]["content"] == "<tool_response>\n3\n</tool_response>"
     assert written[4] == USER
-
-
-def test_a_history_with_calls_is_written_without_tools_too():
-    written = write_tools_as_text([SYSTEM, USER, calls(("add", {})), result("1")], None)
-    assert written[0] == SYSTEM
-    assert not any("tool_calls" in message or message["role"] == "tool" for message in written)
-    assert "# Tools" not in str(written)
 
 
 def test_reasoning_and_names_are_unchanged():

@@ -6,12 +6,13 @@ import uuid
 
 import pytest
 
-from lmx_lab.engine.mlx.model import load_chat
+from lmx_lab.engine.mlx.load import load_chat
 from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
+from tests.support.engines import request
 from tests.support.models import write_tiny_llama
 from tests.support.waiting import auntil
 
@@ -31,32 +32,34 @@ def load(tmp_path, smollm2):
         file.unlink()
         file.write_text(json.dumps(content))
         await check_tokenizer_files(folder, **limits)
-        return load_chat(Catalog(Settings()).resolve(str(folder)), limit_bytes=2**40)
+        return load_chat(Catalog(Settings()).resolve(str(folder)), limit_bytes=2**40)[1]
 
     return load_changed
 
 
 @pytest.mark.long
 async def test_a_tokenizer_with_an_unknown_pattern_is_used_in_its_process(load):
-    model, plain = await load({"normalizer": SLOW}), await load({})
+    slow, plain = await load({"normalizer": SLOW}), await load({})
     text, options, before = "Hello, world", {"special": True, "param": "prompt"}, shared_pool().pids
-    expected = await plain.prompts.encode(text, **options)
+    expected = await plain.encode(request(), text, **options)
     assert shared_pool().pids == before
-    assert await model.prompts.encode(text, **options) == expected
+    assert await slow.encode(request(), text, **options) == expected
     with pytest.raises(InvalidRequestError, match="the tokenizer of"):
-        await model.prompts.encode("a" * 400 + "dc", **options)
-    del model
+        await slow.encode(request(), "a" * 400 + "dc", **options)
+    del slow
     await auntil(lambda: len(shared_pool().pids) < len(before))
 
 
-async def test_a_decoder_with_a_pattern_is_refused(load):
-    with pytest.raises(UnusableModelError, match="the decoder may take any time"):
-        await load({"decoder": SLOW})
-
-
-async def test_a_tokenizer_that_fails_to_load_names_the_reason(load):
-    with pytest.raises(UnusableModelError, match="its tokenizer cannot be used"):
-        await load({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}})
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder": SLOW}, "the decoder may take any time"),
+        ({"normalizer": {**SLOW, "pattern": {"Regex": "("}}}, "its tokenizer cannot be used"),
+    ],
+)
+async def test_a_decoder_with_a_pattern_or_an_invalid_pattern_is_refused(load, changes, message):
+    with pytest.raises(UnusableModelError, match=message):
+        await load(changes)
 
 
 async def test_a_tokenizer_that_takes_long_to_load_is_refused_and_its_process_ends(load):

@@ -8,6 +8,7 @@ import sentencepiece
 
 from lmx_lab.weights.gguf.header import read_header
 from lmx_lab.weights.gguf.tokenizer import build_tokenizer, read_vocabulary
+from tests.support.gguf import gguf_bytes
 
 TEXT = "the cat sat on a mat while rain fell over old stone roofs and nobody came to see it at all naïve 日本"
 WORDS = TEXT.split()
@@ -53,7 +54,7 @@ def trained():
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
-def test_a_sentencepiece_vocabulary_encodes_and_decodes_like_sentencepiece(tmp_path, gguf, trained):
+def test_a_sentencepiece_vocabulary_encodes_and_decodes_like_sentencepiece(tmp_path, trained):
     ids = range(trained.vocab_size())
     kinds = [
         6 if trained.is_byte(i) else 3 if trained.is_control(i) else 2 if trained.is_unknown(i) else 1 for i in ids
@@ -67,7 +68,7 @@ def test_a_sentencepiece_vocabulary_encodes_and_decodes_like_sentencepiece(tmp_p
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
     }
-    tokenizer = tokenizer_of(tmp_path / "spm.gguf", gguf(metadata, {}))
+    tokenizer = tokenizer_of(tmp_path / "spm.gguf", gguf_bytes(metadata, {}))
     chance = random.Random(1)
     for _ in range(300):
         words = [*chance.choices(WORDS, k=6), "".join(chance.choices("abcdehilnorst 🎉é\n\t  ", k=9))]

@@ -28,146 +28,87 @@ PAGE = Path(__file__).parents[4] / "docs" / "trace-families.md"
 BEGIN = "| family | residual stream | attention and MLP | patterns | heads | logit lens |\n|---|---|---|---|---|---|\n"
 MAX_WEIGHTS = 5_000_000
 """Architectures with more weights are not tested, because the generic configuration does not set their sizes."""
+SHARED: list[tuple[Any, str]] = [
+    (
+        4,
+        "num_hidden_layers num_experts num_local_experts n_routed_experts conv_kernel time_step_rank n_head "
+        "n_layer n_heads n_layers linear_num_value_heads linear_conv_kernel_dim num_heads num_layers "
+        "moe_num_experts mamba_d_conv mamba_num_heads conv1d_width index_n_heads",
+    ),
+    (
+        2,
+        "sliding_window_pattern num_experts_per_tok mlp_ratio linear_num_key_heads full_attention_interval "
+        "n_kv_heads num_kv_heads moe_topk cla_share_factor attn_layer_period expert_layer_period mamba_expand "
+        "num_attention_groups interleave_moe_layer_step num_experts_per_token",
+    ),
+    (
+        8,
+        "qk_rope_head_dim qk_nope_head_dim v_head_dim state_size linear_key_head_dim linear_value_head_dim "
+        "rotary_dim mamba_d_state mamba_head_dim ssm_state_size mamba_n_heads mamba_d_head "
+        "hidden_size_per_layer_input kv_channels index_head_dim",
+    ),
+    (
+        1,
+        "n_shared_experts first_k_dense_replace decoder_sparse_step n_group topk_group num_kv_reuse_layers "
+        "num_shared_experts num_shared_expert attn_layer_offset expert_layer_offset n_groups num_dense_layers "
+        "mamba_n_groups moe_layer_freq",
+    ),
+    (
+        False,
+        "attention_bias mlp_bias layer_norm_bias qkv_bias rope_traditional use_bias use_qkv_bias use_cla "
+        "mamba_proj_bias conv_bias block_auto_adjust_ff_dim linear_allow_neg_eigval",
+    ),
+    (
+        1.0,
+        "rotary_pct logit_scale logits_scaling embedding_multiplier residual_multiplier routed_scaling_factor "
+        "block_ffn_dim_multiplier scale_depth scale_emb",
+    ),
+    (
+        32,
+        "moe_intermediate_size shared_expert_intermediate_size n_embd d_model dim hidden_dim block_dim "
+        "dim_model_base shared_intermediate_size",
+    ),
+    (
+        True,
+        "norm_topk_prob use_conv_bias post_norm qk_norm use_qk_norm use_mixed_mlp_moe use_expert_bias mamba_conv_bias",
+    ),
+    (
+        16,
+        "sliding_window kv_lora_rank q_lora_rank block_multiple_of attention_window_size attention_chunk_size "
+        "index_topk",
+    ),
+    (512, "n_positions n_ctx block_size model_max_length"),
+    (64, "n_inner ffn_hidden_size intermediate_size_mlp"),
+    (1e-05, "layer_norm_epsilon norm_eps layernorm_eps"),
+]
+"""Values that several parameters of configurations have, with the names of the parameters."""
 GENERIC: dict[str, Any] = {
     **MODEL_SIZES,
-    "num_hidden_layers": 4,
-    "rotary_pct": 1.0,
+    **{name: value for value, names in SHARED for name in names.split()},
     "partial_rotary_factor": 0.5,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "layer_norm_bias": False,
-    "qkv_bias": False,
     "rope_scaling": None,
-    "rope_traditional": False,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
     "attention_multiplier": 0.3,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "sliding_window": 16,
-    "sliding_window_pattern": 2,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
-    "routed_scaling_factor": 1.0,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "state_size": 8,
-    "conv_kernel": 4,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "time_step_rank": 4,
-    "n_embd": 32,
-    "n_head": 4,
-    "n_layer": 4,
-    "n_positions": 512,
-    "n_ctx": 512,
-    "n_inner": 64,
-    "d_model": 32,
-    "n_heads": 4,
-    "n_layers": 4,
-    "mlp_ratio": 2,
-    "layer_norm_epsilon": 1e-5,
-    "norm_eps": 1e-5,
-    "layernorm_eps": 1e-5,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 2,
-    "dim": 32,
-    "n_kv_heads": 2,
-    "ffn_hidden_size": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "hidden_dim": 32,
-    "num_layers": 4,
-    "num_kv_reuse_layers": 1,
-    "post_norm": True,
-    "qk_norm": True,
-    "use_qk_norm": True,
-    "use_qkv_bias": False,
-    "num_shared_experts": 1,
-    "num_shared_expert": 1,
-    "moe_num_experts": 4,
-    "moe_topk": 2,
-    "use_mixed_mlp_moe": True,
-    "use_cla": False,
-    "cla_share_factor": 2,
-    "rotary_emb_base": 10_000,
-    "rotary_dim": 8,
-    "attn_layer_offset": 1,
-    "attn_layer_period": 2,
-    "expert_layer_offset": 1,
-    "expert_layer_period": 2,
-    "mamba_d_conv": 4,
-    "mamba_d_state": 8,
-    "mamba_expand": 2,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "mamba_proj_bias": False,
-    "ssm_state_size": 8,
-    "n_groups": 1,
+    "rotary_emb_base": 10000,
     "time_step_limit": (0.0, 1.0),
-    "conv_bias": False,
     "conv_L_cache": 3,
-    "block_dim": 32,
-    "block_multiple_of": 16,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": False,
-    "block_size": 512,
-    "num_dense_layers": 1,
-    "use_expert_bias": True,
-    "dim_model_base": 32,
-    "scale_depth": 1.0,
-    "scale_emb": 1.0,
-    "shared_intermediate_size": 32,
     "hidden_act": "relu2",
-    "linear_allow_neg_eigval": False,
-    "conv1d_width": 4,
     "logits_soft_cap": 30.0,
-    "attention_window_size": 16,
-    "num_attention_groups": 2,
     "is_moe_layer": [False, True, True, True],
     "hybrid_override_pattern": "M*-M",
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 1,
-    "mamba_conv_bias": True,
-    "intermediate_size_mlp": 64,
-    "interleave_moe_layer_step": 2,
-    "attention_chunk_size": 16,
     "vocab_size_per_layer_input": 97,
-    "hidden_size_per_layer_input": 8,
-    "kv_channels": 8,
-    "model_max_length": 512,
-    "num_experts_per_token": 2,
-    "index_head_dim": 8,
-    "index_n_heads": 4,
-    "index_topk": 16,
-    "moe_layer_freq": 1,
 }
 """Values for the parameters of configurations. Each architecture takes those that it knows."""
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"] * 2}
+ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+MISTRAL = {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 512}}
 GEMMA4 = {**SLIDING, "global_head_dim": 8, "num_kv_shared_layers": 0}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("afmoe", "exaone_moe"), SLIDING),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), CONVOLUTION),
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
@@ -188,7 +129,7 @@ OWN: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
     },
     "gemma4_text": GEMMA4,
-    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "glm_moe_dsa": {"rope_parameters": ROPE},
     "hunyuan": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1.0}},
     "kimi_linear": {
         "linear_attn_config": {
@@ -199,32 +140,12 @@ OWN: dict[str, dict[str, Any]] = {
             "short_conv_kernel_size": 4,
         }
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4": {"num_experts_per_tok": 1},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
-    "mellum": {
-        **SLIDING,
-        "rope_parameters": {kind: {"rope_theta": 1e4, "rope_type": "default"} for kind in SLIDING["layer_types"]},
-    },
+    "mellum": {**SLIDING, "rope_parameters": dict.fromkeys(SLIDING["layer_types"], ROPE)},
     "minicpm3": {"rope_scaling": {"original_max_position_embeddings": 512}},
-    "ministral3": {
-        **SLIDING,
-        "rope_parameters": {
-            "rope_theta": 1e4,
-            "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 512,
-            "rope_type": "default",
-        },
-    },
-    "mistral4": {
-        "rope_parameters": {
-            "rope_theta": 1e4,
-            "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 512,
-            "rope_type": "default",
-        }
-    },
+    "ministral3": {**SLIDING, **MISTRAL},
+    "mistral4": MISTRAL,
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "openelm": {
         "num_transformer_layers": 4,

@@ -17,9 +17,9 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.interface import EngineHost, InferenceEngine
+    from lmx_lab.engine.model import Engine, EngineHost
 
-Factory = Callable[[Settings, "EngineHost"], "InferenceEngine"]
+Factory = Callable[[Settings, "EngineHost"], "Engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +56,19 @@ NOT_INSTALLED = f"llama.cpp, which runs GGUF files, is not installed: {INSTALL}"
 # The imports are inside functions because each engine is slow to import and may not be used.
 
 
-def _make_mlx(settings: Settings, host: EngineHost) -> InferenceEngine:
+def _make_mlx(settings: Settings, host: EngineHost) -> Engine:
     from lmx_lab.engine.mlx.engine import MlxEngine
 
     return MlxEngine(settings, host)
 
 
-def _make_llama_cpp(settings: Settings, host: EngineHost) -> InferenceEngine:
+def _make_llama_cpp(settings: Settings, host: EngineHost) -> Engine:
     from lmx_lab.engine.llama_cpp.engine import LlamaCppEngine
 
     return LlamaCppEngine(settings, host)
 
 
-def _make_echo(settings: Settings, host: EngineHost) -> InferenceEngine:
+def _make_echo(settings: Settings, host: EngineHost) -> Engine:
     from lmx_lab.engine.echo.engine import EchoEngine
 
     return EchoEngine(settings, host)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine.model_lookup import (
+from lmx_lab.engine.lookup import (
     ANY_KIND,
     CHAT,
     EMBEDDING,
@@ -20,15 +20,16 @@ from lmx_lab.engine.model_lookup import (
     with_models_on_disk,
 )
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError, OtherModelLoadedError
-from lmx_lab.values.engine import EngineSnapshot, PinnedModel
+from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import ECHO
-from tests.support.models import TINY_ENTRY
+from tests.support.models import TINY_ENTRY, in_memory
 
 MINILM = replace(TINY_ENTRY, id="minilm", path=Path("/models/minilm"), kind="embedding")
-READY = EngineSnapshot(state="ready", entry=TINY_ENTRY)
+READY = in_memory(TINY_ENTRY)
 EMPTY = EngineSnapshot()
 LOADING = EngineSnapshot(state="loading")
-PINNED = replace(READY, pinned=(PinnedModel(entry=MINILM, memory_bytes=1),))
+PINNED = in_memory(TINY_ENTRY, MINILM)
+BY_PATH = replace(TINY_ENTRY, id=str(TINY_ENTRY.path), source="path")
 DISK = [TINY_ENTRY, MINILM]
 
 
@@ -36,21 +37,28 @@ DISK = [TINY_ENTRY, MINILM]
 
 
 @pytest.mark.parametrize(
-    ("name", "local", "id_"),
+    ("entries", "name", "local", "id_"),
     [
-        ("/models/tiny", True, "tiny"),
-        ("/models/tiny/", True, "tiny"),
-        ("/models//./tiny", True, "tiny"),
-        ("/models/tiny", False, "/models/tiny"),
-        ("/models/other", True, "/models/other"),
-        ("other", True, "other"),
-        ("", True, ""),
-        ("\0", True, "\0"),
-        (None, True, None),
+        ([TINY_ENTRY], "/models/tiny", True, "tiny"),
+        ([TINY_ENTRY], "/models/tiny/", True, "tiny"),
+        ([TINY_ENTRY], "/models//./tiny", True, "tiny"),
+        ([TINY_ENTRY], "/models/tiny", False, "/models/tiny"),
+        ([TINY_ENTRY], "/models/other", True, "/models/other"),
+        ([TINY_ENTRY], "other", True, "other"),
+        ([TINY_ENTRY], "", True, ""),
+        ([TINY_ENTRY], "\0", True, "\0"),
+        ([TINY_ENTRY], None, True, None),
+        ([], "/models/tiny", True, "/models/tiny"),
+        (entries_in_memory(PINNED), "/models/minilm", True, "minilm"),
+        (entries_in_memory(PINNED), "/models/tiny", True, "tiny"),
+        (entries_in_memory(PINNED), "/models/minilm", False, "/models/minilm"),
+        # Callers elsewhere may use the name that they see.
+        ([BY_PATH], "tiny", False, "/models/tiny"),
+        ([BY_PATH], "other", False, "other"),
     ],
 )
-def test_a_path_names_a_loaded_model_for_callers_on_this_machine(name, local, id_):
-    assert loaded_id(name, [TINY_ENTRY], local=local) == id_
+def test_a_path_names_a_loaded_model_for_callers_on_this_machine(entries, name, local, id_):
+    assert loaded_id(name, entries, local=local) == id_
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -62,32 +70,13 @@ def test_a_loaded_quantization_answers_to_its_repository_too(local):
     assert loaded_id("org/name", [folder, quantized], local=local) == "org/name"
 
 
-def test_the_path_of_a_pinned_model_is_a_name_too():
-    entries = entries_in_memory(PINNED)
-    assert loaded_id("/models/minilm", entries, local=True) == "minilm"
-    assert loaded_id("/models/tiny", entries, local=True) == "tiny"
-    assert loaded_id("/models/minilm", entries, local=False) == "/models/minilm"
+PATHS = ("/home/me/my models/tiny", "~/tiny", "./tiny", "../tiny")
 
 
-def test_a_path_is_no_name_while_nothing_is_loaded():
-    assert loaded_id("/models/tiny", [], local=True) == "/models/tiny"
-
-
-@pytest.mark.parametrize("name", ["/home/me/my models/tiny", "~/tiny", "./tiny", "../tiny"])
+@pytest.mark.parametrize("name", [*PATHS, "tiny", "org/name", "org/name:Q4_K_M", "tiny.gguf", ""])
 def test_callers_elsewhere_see_the_last_part_of_an_id_that_is_a_path(name):
-    assert public_id(name, local=False) == "tiny"
+    assert public_id(name, local=False) == ("tiny" if name in PATHS else name)
     assert public_id(name, local=True) == name
-
-
-@pytest.mark.parametrize("name", ["tiny", "org/name", "org/name:Q4_K_M", "tiny.gguf", ""])
-def test_other_ids_are_the_same_for_all_callers(name):
-    assert public_id(name, local=False) == name
-
-
-def test_callers_elsewhere_may_use_the_name_that_they_see():
-    entry = replace(TINY_ENTRY, id=str(TINY_ENTRY.path), source="path")
-    assert loaded_id(TINY_ENTRY.path.name, [entry], local=False) == entry.id
-    assert loaded_id("other", [entry], local=False) == "other"
 
 
 def test_the_preferred_kind_answers():
@@ -116,7 +105,7 @@ def test_an_unload_that_names_another_model_is_refused():
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(("kind", "kinds"), [("chat", CHAT), ("embedding", EMBEDDING), ("embedding", RERANK)])
 def test_the_refusal_by_a_model_that_is_being_unloaded_does_not_mention_its_kind(kind, kinds, named):
-    now = EngineSnapshot(state="ready", entry=replace(TINY_ENTRY, kind=kind))
+    now = in_memory(replace(TINY_ENTRY, kind=kind))
     error = refusal(now, TINY_ENTRY.id if named else None, kinds)
     assert isinstance(error, NotLoadedError)
     assert error.message.startswith("tiny is being unloaded; load one first")
@@ -129,13 +118,10 @@ def test_the_refusal_of_an_unknown_name_lists_the_models_that_could_answer():
     assert "no model that could answer is loaded" in unknown_model("gpt", EMPTY, CHAT).message
 
 
-def test_the_refusal_of_an_unknown_name_is_true_of_a_path_that_exists():
+def test_the_refusal_of_an_unknown_name_is_true_of_a_path_that_exists_and_short():
     message = unknown_model("/models/tiny", READY, CHAT).message
     assert "by id, not by path" in message
     assert "tiny is loaded" in message
-
-
-def test_a_long_name_is_cut_in_messages():
     assert len(unknown_model("x" * 1000, EMPTY, CHAT).message) < 500
     assert len(refusal(READY, "x" * 1000, CHAT).message) < 400
 
@@ -151,14 +137,14 @@ OTHER, NONE = OtherModelLoadedError("other", param="model"), NotLoadedError("non
         (NONE, ("tiny", CHAT), LOADING, NotLoadedError, "none"),
         (OTHER, ("nowhere", CHAT), READY, ModelNotFoundError, "nowhere"),
         (NONE, ("nowhere", CHAT), EMPTY, NotLoadedError, "none"),
-        (NONE, ("nowhere", CHAT), replace(PINNED, entry=None), ModelNotFoundError, "nowhere"),
+        (NONE, ("nowhere", CHAT), in_memory(None, MINILM), ModelNotFoundError, "nowhere"),
         (OTHER, ("minilm", CHAT), READY, InvalidRequestError, "an embedding model"),
         (OTHER, ("tiny", EMBEDDING), READY, InvalidRequestError, "a chat model"),
         (OTHER, ("minilm", RERANK), READY, OtherModelLoadedError, "--swap"),
         (NONE, (None, EMBEDDING), READY, NotLoadedError, "on disk: minilm"),
         (NONE, (None, RERANK), EMPTY, NotLoadedError, "on disk: minilm"),
         (NONE, (None, CHAT), READY, NotLoadedError, "none"),
-        (NONE, ("echo", CHAT), replace(READY, entry=ECHO), NotLoadedError, "none"),
+        (NONE, ("echo", CHAT), in_memory(ECHO), NotLoadedError, "none"),
     ],
 )
 def test_a_refusal_names_the_next_step_that_the_models_on_disk_allow(refused, request_for, now, error, part):

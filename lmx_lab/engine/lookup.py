@@ -48,7 +48,7 @@ MAX_LISTED = 5
 
 def entries_in_memory(now: EngineSnapshot) -> list[ModelEntry]:
     """Return the models in memory: the pinned ones, then the main model."""
-    return [*(pinned.entry for pinned in now.pinned), *([now.entry] if now.entry is not None else [])]
+    return [model.entry for model in now.models]
 
 
 def find_model(entries: Iterable[ModelEntry], name: str | None, kinds: Kinds) -> ModelEntry | None:

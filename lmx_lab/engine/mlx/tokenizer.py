@@ -1,0 +1,221 @@
+"""Convert prompts to tokens and tokens to text with a tokenizer of transformers. Does not refer to weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from llguidance import LLMatcher
+
+from lmx_lab.engine.answers import Generation
+from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
+from lmx_lab.engine.mlx.batch import MlxRow
+from lmx_lab.engine.preparer import ends_answer
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt
+from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
+from lmx_lab.engine.text.vocabulary import Vocabulary
+from lmx_lab.engine.tokenizing.encoder import TextEncoder, is_panic
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_request, write_chat
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_size
+from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
+from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.tokenizer_files import InfillTokens, find_infill_tokens
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class MlxTokenizer:
+    """The ``Tokenizer`` of a chat model. Has two tokenizers, because Rust tokenizers cannot be shared by threads.
+
+    Its coroutines may be awaited on any loop. ``call`` calls other methods that take long, on a thread of its own.
+
+    Args:
+        own: The tokenizer for prompts.
+        answers: The tokenizer for answers, which the engine thread uses.
+        width: Number of logits for each token.
+        encoder: Encodes texts; None if the tokenizer is written in Python.
+    """
+
+    def __init__(
+        self,
+        own: Any,
+        answers: Any,
+        entry: ModelEntry,
+        *,
+        width: int,
+        context_length: int | None,
+        chat_format: ChatFormat,
+        encoder: TextEncoder | None,
+    ) -> None:
+        self.entry = entry
+        self.vocabulary_size = width
+        self.context_length = context_length
+        self.chat_format = chat_format
+        self.vocabulary = Vocabulary(answers)
+        """Belongs to the engine thread."""
+        self.bytes_of = self.vocabulary.bytes_of
+        self.decode = AnswerText(answers).decode
+        self.ends = frozenset(int(token) for token in answers.eos_token_ids)
+        """The tokens that end any answer."""
+        backend = getattr(own, "backend_tokenizer", None)
+        self.infill = find_infill_tokens(backend.token_to_id if backend is not None else own.get_vocab().get)
+        self._tokenizer = own
+        self._encoder = encoder
+        self._vocabulary = Vocabulary(own)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-prompts")
+        # It must not refer to this object, so that its process ends as soon as the model is unloaded.
+        read = partial(read_token_table, own, width=width, markers=chat_format.marker_tokens)
+        self._grammars = GrammarCompiler(read)
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the thread of this tokenizer, and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def check(self, request: GenerationRequest) -> None:
+        """See ``Tokenizer``. The vectors to add are checked on the engine thread."""
+
+    async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
+        """See ``Tokenizer``.
+
+        Raises:
+            InvalidRequestError: the tokenizer fails.
+            ContextLengthError: the text has too many tokens, or so many characters that it is not tokenized.
+            QueueFullError: other long texts are being tokenized.
+        """
+        context, beginning = self.context_length, text
+        if context is not None and len(text) > context * CHARACTERS_PER_TOKEN:
+            beginning = text[: context * CHARACTERS_PER_TOKEN]
+        ids = await self._encode(beginning, special=special, param=param)
+        if beginning is not text:
+            assert context is not None
+            if len(ids) > context:
+                raise ContextLengthError(
+                    f"the prompt has more than {len(ids)} tokens, and {self.entry.id} takes {context}, including the "
+                    "answer; shorten the prompt",
+                    param=param,
+                )
+            check_size(text, context, self.entry.id, param)
+            ids = await self._encode(text, special=special, param=param)
+        return ids
+
+    async def _encode(self, text: str, *, special: bool, param: str) -> list[int]:
+        """Return the tokens of a text of any length."""
+        if self._encoder is None:
+            tokens = await self.call(partial(self._tokenizer.encode, text, add_special_tokens=special))
+            return [int(token) for token in tokens]
+        (encoded,) = await self._encoder.encode([text], param=param, special=special)
+        return encoded.ids
+
+    async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
+        """See ``Tokenizer``."""
+        text = await self.render(request, chat)
+        check_characters(text, "messages")
+        return await self.encode(request, text, special=False, param="messages"), text
+
+    async def encode_name(self, text: str, param: str) -> list[int]:
+        """See ``Tokenizer``."""
+        return await self._encode(text, special=False, param=param)
+
+    async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
+        """See ``Tokenizer``. Does not use the tokenizer.
+
+        Raises:
+            InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits.
+        """
+
+        def write() -> bytes | str:
+            if not self._tokenizer.has_chat_template:
+                raise InvalidRequestError(
+                    f"{self.entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
+                )
+            given = self.chat_format.template_input(request, chat)
+            messages = given.pop("messages")
+            return write_chat(self._tokenizer, messages, add_generation_prompt=True, **given, **chat.template_options)
+
+        try:
+            # Each request has its own thread, because many messages take a long time.
+            return await render_request(await in_thread(write, name="lmx-lab-template"))
+        except LabError:
+            raise
+        except TemplateLimitError as exc:
+            log.warning("request %s: the chat template of %s %s", request.caller.request_id, self.entry.id, exc)
+            raise InvalidRequestError(
+                f"the chat template of {self.entry.id} {exc}; send less, or use another model",
+                param="messages",
+            ) from exc
+        # A template is a program that belongs to the model, and may raise any error.
+        except Exception as exc:
+            raise InvalidRequestError(
+                f"the chat template of {self.entry.id} refuses these messages: {exc}", param="messages"
+            ) from exc
+
+    async def show(self, tokens: Sequence[int]) -> str:
+        """See ``Tokenizer``."""
+        return await self.call(partial(_decode, self._tokenizer, tokens, clean_up_tokenization_spaces=False))
+
+    async def decoded(self, tokens: Sequence[int]) -> str:
+        """See ``Tokenizer``."""
+        return await self.show(tokens)
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """See ``Tokenizer``."""
+        return await self.call(lambda: [self._vocabulary.bytes_of(token) for token in tokens])
+
+    async def infill_tokens(self) -> InfillTokens | None:
+        """See ``Tokenizer``."""
+        return self.infill
+
+    def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
+        """See ``Tokenizer``."""
+        return self.chat_format.reasoning_state(tail)
+
+    def divides(self, request: GenerationRequest) -> bool:
+        """See ``Tokenizer``."""
+        return False
+
+    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
+        """See ``Tokenizer``."""
+        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
+        return await self._grammars.matchers(grammar, count, tools)
+
+    def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> MlxRow:
+        """See ``Tokenizer``."""
+        is_infill = isinstance(request.prompt, InfillPrompt)
+        return MlxRow(tokens=prompt, ends=self.ends | self.infill.ends if is_infill and self.infill else self.ends)
+
+    async def begin(self, generation: Generation[MlxRow]) -> None:
+        """See ``Tokenizer``."""
+        ends = ends_answer(generation, generation.row.ends)
+        await self.call(partial(generation.read_start, ends=ends))
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerText:
+    """Decodes output tokens to text without special tokens."""
+
+    tokenizer: Any
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        # Cleaning up spaces would change text that has already been streamed.
+        return _decode(self.tokenizer, tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int], **options: bool) -> str:
+    """Return the text of token ids.
+
+    Raises:
+        EngineError: the tokenizer fails.
+    """
+    try:
+        return str(tokenizer.decode(tokens, **options))
+    except BaseException as exc:
+        if is_panic(exc):
+            raise EngineError(f"the tokenizer of the model fails with these tokens: {exc}") from None
+        raise

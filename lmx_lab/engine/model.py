@@ -1,0 +1,555 @@
+"""Describe what an engine is, and hold one model in memory: ``LoadedModel`` accepts its requests until ``close``.
+
+An engine checks and loads models. It does not know which of them is the main model, or why one is loaded or unloaded:
+``engine.manager`` decides that. The tests in ``tests/engine/contract`` check every engine; ``Capabilities`` and the
+table in ``docs/server.md`` describe where engines differ.
+
+A ``LoadedModel`` is a handle that belongs to the loop of the manager. It refers to weights only if the engine keeps
+them on that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
+from lmx_lab.engine.requests import (
+    ChatPrompt,
+    EmbeddingRequest,
+    Embeddings,
+    GenerationRequest,
+    Ranking,
+    RerankRequest,
+    TraceRequest,
+)
+from lmx_lab.engine.scheduler import Turns
+from lmx_lab.engine.stream import Answer, Origin
+from lmx_lab.engine.texts import Jobs, TextJob, TextTokens, cosines, deadline, shorten
+from lmx_lab.engine.validation import check_dimensions, check_messages, check_token_ids
+from lmx_lab.errors import EngineError, InvalidRequestError, LabError, NotLoadedError, QueueFullError
+from lmx_lab.settings import Settings
+from lmx_lab.values.engine import BlasReport, ModelState, TokenTotals
+from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.outputs import InputType, RerankMethod, Vectors
+from lmx_lab.values.tracing import Trace
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.answers import Answers, Generation
+    from lmx_lab.engine.preparer import Tokenizer
+
+log = logging.getLogger(__name__)
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Optional features of an engine. Requests that need others are refused with ``InvalidRequestError``."""
+
+    thinking_budget: bool
+    """Supports ``GenerationRequest.thinking_budget``."""
+    logprobs_with_own_tools: bool
+    """Reports log-probabilities of an answer that may call tools in the model's own format."""
+    input_types: bool
+    """Supports ``EmbeddingRequest.input_type`` for models whose files have prompts for it."""
+    steering: bool
+    """Supports ``GenerationRequest.steer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHost:
+    """What the manager passes to each engine. The functions may be called from any thread."""
+
+    used_by_others: Callable[[], int] = lambda: 0
+    """Returns how many bytes of the memory limit other engines use."""
+    idle: Callable[[], None] = lambda: None
+    """Called when a model has no requests left."""
+    lost: Callable[[LoadedModel[Any], bool], None] = lambda _model, _by_request: None
+    """Called with a model that left memory without ``close``: it ran out of memory, or its process or thread ended.
+    ``LoadedModel.lost`` is set by then. The second argument is True if a single request was the cause; the model should
+    then be loaded again."""
+    turns: Turns = field(default_factory=Turns)
+    """When a client without a slot gets a slot of another client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """The memory of an engine in bytes. The limit and the total are shared by all engines, unless a GPU has its own."""
+
+    total: int
+    limit: int
+    """How much models and caches may use together."""
+    used: int | None = None
+    """What all models and requests of the engine use now; None if that is the sum of its models."""
+    peak: int | None = None
+    """The largest value of ``used`` so far."""
+    is_of_device: bool = False
+    """Whether it is the memory of a GPU, which engines on the CPU do not use."""
+
+
+class Engine(Protocol):
+    """An engine. Belongs to the loop of the manager; ``memory``, ``blas`` and ``stop`` may be used from any thread.
+
+    Errors are ``LabError`` values. Cancelling ``check`` or ``load`` ends it, and releases its memory and its processes;
+    a thread that waits for a disk is abandoned.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def memory(self) -> EngineMemory:
+        """Never blocks."""
+
+    @property
+    def blas(self) -> BlasReport | None:
+        """The BLAS that computes its models; None if it uses none."""
+
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
+        """Check that a model can be loaded, before another one is unloaded for it.
+
+        Reads files on threads, and tries the model's tokenizer and chat template in processes with limits.
+
+        Args:
+            room_bytes: Memory that the model and its requests may use.
+
+        Raises:
+            UnusableModelError: the engine cannot run this model, or not with these options.
+            OutOfMemoryError: the model is larger than ``room_bytes``.
+        """
+
+    async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadedModel[Any]:
+        """Load a model after ``check``.
+
+        Raises:
+            UnusableModelError, OutOfMemoryError: the model is not in memory.
+        """
+
+    def stop(self) -> None:
+        """Release everything after all models were closed. Idempotent; blocks."""
+
+
+class LoadedModel(ABC, Generic[Row]):
+    """A model in memory.
+
+    Every accepted request ends exactly once, with a result or an error, even if the model is unloaded or its engine
+    dies, and releases its permit then. ``state``, ``lost`` and ``admission`` may be read on any thread.
+
+    Args:
+        fingerprint: Name and version of the library that computes the model, such as ``mlx-0.32.4``.
+        tokenizer: Converts the prompts of a chat model; None for encoders.
+        answers: The accepted generations of a chat model; None for encoders.
+        dimensions: Number of components of a vector; None if the model computes no vectors.
+    """
+
+    max_characters = 64 * 2**20
+    """Maximum number of characters of all texts that are being tokenized. A single request may have more."""
+    pair_method: RerankMethod = "cross-encoder"
+    """How a reranker scores pairs."""
+
+    def __init__(
+        self,
+        entry: ModelEntry,
+        spec: LoadSpec,
+        settings: Settings,
+        host: EngineHost,
+        *,
+        fingerprint: str,
+        tokenizer: Tokenizer[Row] | None = None,
+        answers: Answers[Row] | None = None,
+        dimensions: int | None = None,
+        context_length: int | None = None,
+        slots: int | None = None,
+        batch_invariant: bool = True,
+    ) -> None:
+        self.entry = entry
+        self.spec = spec
+        self.fingerprint = fingerprint
+        self.admission = AdmissionControl(entry.id, limit=settings.slots + settings.queue_limit, on_idle=host.idle)
+        self.lost: LabError | None = None
+        """Why the model left memory without ``close``; None if it did not."""
+        self.encoded_tokens = 0
+        """Number of tokens of texts that were computed."""
+        self.context_length = context_length
+        self.slots = slots
+        self.batch_invariant = batch_invariant
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self._dimensions = dimensions
+        self._jobs = Jobs()
+        self.worked_at = time.perf_counter()
+        """When a request last arrived, or something was computed for it outside of ``answers``."""
+        self._closing: asyncio.Task[int] | None = None
+        self._characters = 0
+        """Number of characters of the texts that are being tokenized."""
+
+    # State
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Memory of the model; 0 if it was lost."""
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Memory of the caches of ended requests, if it is known."""
+        return 0
+
+    @property
+    def progress_at(self) -> float:
+        """See ``ModelState``."""
+        return max(self.worked_at, self._answers.progress_at if self._answers is not None else 0.0)
+
+    @property
+    def totals(self) -> TokenTotals:
+        """Counts since the load."""
+        totals = self._answers.totals if self._answers is not None else TokenTotals()
+        totals.encoded_tokens += self.encoded_tokens
+        return totals
+
+    def state(self, *, pinned: bool = False) -> ModelState:
+        """Return the present state. Never blocks."""
+        jobs, started, scheduler = len(self._jobs), self._jobs.running, None
+        if self._answers is not None:
+            scheduler = self._answers.scheduler
+        return ModelState(
+            entry=self.entry,
+            memory_bytes=self.memory_bytes,
+            pinned=pinned,
+            context_length=self.context_length,
+            slots=self.slots,
+            batch_invariant=self.batch_invariant,
+            active_requests=started + (len(scheduler.running) if scheduler is not None else 0),
+            queued_requests=jobs - started + (len(scheduler.queued) if scheduler is not None else 0),
+            encode_requests=self._jobs.encoding,
+            prefix_cache_bytes=self.prefix_cache_bytes,
+            slot_free_s=self.slot_free_s,
+            progress_at=self.progress_at,
+            totals=self.totals,
+        )
+
+    @property
+    def slot_free_s(self) -> float:
+        """Estimated seconds until a running answer ends; at least 1."""
+        return self._answers.slot_free_s if self._answers is not None else 1.0
+
+    # End
+
+    async def end(self, error: LabError, *, queued_only: bool = False) -> None:
+        """End the requests with an error; with ``queued_only``, only those that have not started."""
+        await self._end_answers(error, queued_only=queued_only)
+        await self._jobs.end(error, queued_only=queued_only)
+
+    async def _end_answers(self, error: LabError, *, queued_only: bool) -> None:
+        if self._answers is not None:
+            self._answers.end_all(error, queued_only=queued_only)
+            self._answers.deliver()
+
+    async def close(self, error: LabError) -> int:
+        """End the remaining requests with an error, and release the memory.
+
+        Returns the number of bytes released; 0 if the model was lost before.
+
+        This continues if the caller is cancelled. Idempotent.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(error), name=f"lmx-lab unload of {self.entry.id}")
+        freed = await asyncio.shield(self._closing)
+        return freed if self.lost is None else 0
+
+    @abstractmethod
+    async def _close(self, error: LabError) -> int:
+        """Do what ``close`` promises. Called once."""
+
+    def check(self) -> None:
+        """Check that the model is in memory.
+
+        Raises:
+            NotLoadedError: it was unloaded.
+            LabError: it was lost, for example because memory ran out.
+        """
+        if (lost := self.lost) is not None:
+            raise type(lost)(lost.message)
+        if self._closing is not None:
+            raise NotLoadedError(f"{self.entry.id} has been unloaded; {LOAD_FIRST}")
+
+    # Requests
+
+    async def generate(
+        self, request: GenerationRequest, permits: Sequence[Permit], reader: asyncio.AbstractEventLoop
+    ) -> list[Answer]:
+        """Accept a request for one answer for each permit, all or none. Each answer has its own seed.
+
+        Closing an answer cancels its generation in any phase: while it is queued, computes its prompt, or decodes.
+
+        Args:
+            reader: The event loop on which the answers are read.
+
+        Raises:
+            NotLoadedError: the model is being unloaded.
+            ContextLengthError: the prompt leaves no room in the model's context.
+            InvalidRequestError: the prompt cannot be tokenized, a token id is not in the vocabulary, or the engine does
+                not support the request (``Capabilities``).
+            GenerationTimeoutError: the request was not prepared within its time limit.
+            OutOfMemoryError, EngineDeadError: the model was lost.
+        """
+        tokenizer, answers = self._chat()
+        arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
+        async with self._accepting(permits[0], arrived_at, timeout_s):
+            generations = await self._prepare(
+                tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
+            )
+        # Opened first: if the caller is cancelled from now on, the answers are dropped, which cancels the generations.
+        opened, origin = (
+            answers.open(generations),
+            Origin(entry=self.entry, spec=self.spec, fingerprint=self.fingerprint),
+        )
+        for answer in opened:
+            answer.origin = origin
+        await self._add(generations)
+        return opened
+
+    async def _prepare(
+        self,
+        tokenizer: Tokenizer[Row],
+        request: GenerationRequest,
+        permits: Sequence[Permit],
+        *,
+        reader: asyncio.AbstractEventLoop,
+        arrived_at: float,
+        timeout_s: float,
+    ) -> list[Generation[Row]]:
+        """Return a generation for each permit; see ``preparer.prepare``."""
+        # Imported here, because llguidance is slow to import, and encoders do not need it.
+        from lmx_lab.engine.preparer import prepare
+
+        return await prepare(tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s)
+
+    async def _add(self, generations: Sequence[Generation[Row]]) -> None:
+        """Queue the answers to one request."""
+        raise NotImplementedError
+
+    async def embed(self, request: EmbeddingRequest, permit: Permit) -> asyncio.Task[Embeddings]:
+        """Accept texts to be embedded, and return the task that computes them. Cancelling it cancels the work.
+
+        Raises:
+            NotLoadedError: the model is being unloaded.
+            InvalidRequestError: a text is not valid or has no tokens; ``dimensions`` exceeds those of the model.
+            ContextLengthError: a text is longer than the model's context.
+            QueueFullError: the texts of all requests together are too long.
+        """
+        check_dimensions(request.dimensions, self._dimensions, self.entry)
+        arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
+        with self._tokenizing(request.inputs):
+            async with self._accepting(permit, arrived_at, timeout_s):
+                texts = await self._read_texts(
+                    request.inputs, input_type=request.input_type, truncate=request.truncate, param="input"
+                )
+        job = self._job(texts, arrived_at)
+
+        async def work() -> Embeddings:
+            rows = await self._rows(job, timeout_s)
+            return Embeddings(vectors=shorten(rows, request.dimensions), report=job.report(self.entry.id))
+
+        return self._jobs.start(work(), permit, is_started=lambda: job.started_at > 0)
+
+    async def rerank(self, request: RerankRequest, permit: Permit) -> asyncio.Task[Ranking]:
+        """Accept documents to be ranked, and return the task that computes their scores. Raises the same as ``embed``.
+
+        A reranker scores pairs of the query and a document; an embedding model compares their vectors.
+        """
+        arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
+        by_pairs = self.entry.kind == "rerank"
+        with self._tokenizing(request.documents):
+            async with self._accepting(permit, arrived_at, timeout_s):
+                if by_pairs:
+                    texts = await self._read_pairs(request.query, request.documents, truncate=request.truncate)
+                else:
+                    texts = [
+                        *await self._read_texts([request.query], input_type="query", truncate=False, param="query"),
+                        *await self._read_texts(
+                            request.documents, input_type="document", truncate=request.truncate, param="documents"
+                        ),
+                    ]
+        job = self._job(texts, arrived_at, raw=request.raw_scores)
+
+        async def work() -> Ranking:
+            rows = await self._rows(job, timeout_s)
+            return Ranking(
+                scores=rows if by_pairs else cosines(rows),
+                method=self.pair_method if by_pairs else "cosine",
+                report=job.report(self.entry.id),
+            )
+
+        return self._jobs.start(work(), permit, is_started=lambda: job.started_at > 0)
+
+    async def _rows(self, job: TextJob, timeout_s: float) -> Vectors:
+        async with deadline(job.arrived_at, timeout_s, "send fewer texts"):
+            return await self._compute(job)
+
+    def _job(self, texts: Sequence[TextTokens], arrived_at: float, *, raw: bool = False) -> TextJob:
+        return TextJob(texts=texts, arrived_at=arrived_at, raw=raw)
+
+    async def _read_texts(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        input_type: InputType | None,
+        truncate: bool,
+        param: str,
+    ) -> list[TextTokens]:
+        """Check and tokenize texts.
+
+        Args:
+            param: Name of the field for errors; those of several texts contain the index, except for ``query``.
+        """
+        raise NotImplementedError
+
+    async def _read_pairs(self, query: str, documents: Sequence[str], *, truncate: bool) -> list[TextTokens]:
+        """Check and tokenize the pairs of a query and each document, for a reranker."""
+        raise NotImplementedError
+
+    async def _compute(self, job: TextJob) -> Vectors:
+        """Return a vector or a score for each text. Cancelling the caller cancels the work."""
+        raise NotImplementedError
+
+    async def trace(self, request: TraceRequest, permit: Permit) -> asyncio.Task[Trace]:
+        """Accept a trace, and return the task that computes it. Cancelling it cancels the work.
+
+        Raises:
+            NotLoadedError: the model is being unloaded.
+            ContextLengthError: the text is longer than the model's context.
+            InvalidRequestError: the text cannot be tokenized, or the engine does not compute traces.
+        """
+        raise InvalidRequestError(
+            f"{self.entry.id} does not run on MLX, and only MLX returns internal values of a model; load the model "
+            f'with engine="mlx", such as lab.load("{self.entry.id}", engine="mlx")',
+            param="model",
+        )
+
+    async def encode(self, request: GenerationRequest) -> list[int]:
+        """Return the token ids of a request's prompt, which may be longer than the model's context.
+
+        Raises:
+            NotLoadedError: the model was unloaded.
+            ContextLengthError: the prompt is so long that it is not tokenized.
+            InvalidRequestError: the prompt cannot be tokenized.
+        """
+        from lmx_lab.engine.preparer import encode_prompt
+
+        async with self._converting() as tokenizer:
+            return (await encode_prompt(tokenizer, request))[0]
+
+    async def render(self, request: GenerationRequest) -> str:
+        """Return the text that the chat template makes of a chat prompt.
+
+        Raises:
+            NotLoadedError: the model was unloaded.
+            InvalidRequestError: there is no template, or it refuses the messages or exceeds a limit.
+        """
+        assert isinstance(request.prompt, ChatPrompt)
+        async with self._converting() as tokenizer:
+            check_messages(request.prompt.messages)
+            return await tokenizer.render(request, request.prompt)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids as the model's tokenizer shows it.
+
+        Raises:
+            NotLoadedError: the model was unloaded.
+            InvalidRequestError: a token is not in the vocabulary.
+        """
+        async with self._converting() as tokenizer:
+            check_token_ids(tokens, "tokens", self.entry, tokenizer.vocabulary_size)
+            return await tokenizer.decoded(tokens)
+
+    async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes that each token adds to a text; those of a special token are its name.
+
+        Raises:
+            NotLoadedError, InvalidRequestError: as ``decode``.
+        """
+        async with self._converting() as tokenizer:
+            check_token_ids(tokens, "tokens", self.entry, tokenizer.vocabulary_size)
+            return await tokenizer.token_bytes(tokens)
+
+    # Parts of requests
+
+    def _chat(self) -> tuple[Tokenizer[Row], Answers[Row]]:
+        if self._tokenizer is None or self._answers is None:
+            raise NotLoadedError(f"{self.entry.id} is not a chat model; {LOAD_FIRST}")
+        return self._tokenizer, self._answers
+
+    def _timeout_s(self, request: GenerationRequest | EmbeddingRequest | RerankRequest | TraceRequest) -> float:
+        return request.timeout_s or self._settings.request_timeout_s
+
+    @contextlib.asynccontextmanager
+    async def _accepting(self, permit: Permit, arrived_at: float, timeout_s: float) -> AsyncIterator[None]:
+        """Prepare a request in the block, and check afterwards that the model still accepts it.
+
+        Raises:
+            NotLoadedError: the model was unloaded, or is about to be.
+            GenerationTimeoutError: the block did not end within the time limit of the request.
+            EngineError: the block failed.
+        """
+        self.check()
+        self.worked_at = arrived_at
+        try:
+            async with deadline(arrived_at, timeout_s):
+                yield
+        except EngineError:
+            # If the model was unloaded or lost in the meantime, that is the reason.
+            permit.check()
+            self.check()
+            raise
+        except LabError:
+            raise
+        except Exception as exc:
+            log.exception("a request for %s could not be started", self.entry.id)
+            raise EngineError(f"the request could not be started: {type(exc).__name__}: {exc}") from exc
+        permit.check()
+        self.check()
+        self.worked_at = time.perf_counter()
+
+    @contextlib.asynccontextmanager
+    async def _converting(self) -> AsyncIterator[Tokenizer[Row]]:
+        """Provide the tokenizer in the block. Raises ``EngineError`` if the block fails."""
+        self.check()
+        tokenizer, _ = self._chat()
+        try:
+            yield tokenizer
+        except EngineError:
+            self.check()
+            raise
+        except LabError:
+            raise
+        except Exception as exc:
+            log.exception("a request for %s failed", self.entry.id)
+            raise EngineError(f"the request failed: {type(exc).__name__}: {exc}") from exc
+
+    @contextlib.contextmanager
+    def _tokenizing(self, texts: Sequence[str | Sequence[int]]) -> Iterator[None]:
+        """Count the characters of texts that are being tokenized in the block.
+
+        Raises:
+            QueueFullError: all requests together would have too many characters.
+        """
+        characters = sum(map(len, texts))
+        if self._characters and self._characters + characters > self.max_characters:
+            raise QueueFullError(
+                f"texts of {self._characters} characters are being tokenized, and these have {characters}; "
+                f"the limit is {self.max_characters} in all; try again in 1 s",
+                retry_after_s=1,
+            )
+        self._characters += characters
+        try:
+            yield
+        finally:
+            self._characters -= characters
