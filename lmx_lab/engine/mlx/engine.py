@@ -1,6 +1,6 @@
 """Load models in MLX's format. Their weights are used on the engine's thread, to which the loaded models post requests.
 
-A model is loaded on a thread of its own, so that the models in memory continue to answer.
+Models are loaded on another thread, so that the models in memory continue to answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load a chat model into memory, on a thread of its own. The tensors of a model are used on the engine thread later:
+"""Load a chat model into memory, on the thread of loads. The tensors of a model are used on the engine thread later:
 all of them are evaluated here, because a thread cannot evaluate what another one has only described.
 """
 
