@@ -645,14 +645,24 @@ async def test_a_stop_loads_no_model_for_a_request_that_waits_for_its_turn():
         assert len(lab.engine.specs) == 2
 
 
-async def test_a_start_waits_for_the_end_of_a_stop():
+async def test_a_start_waits_for_the_end_of_a_stop(monkeypatch):
     async with running() as lab:
         await lab.manager.load(LoadSpec(model="one"))
-        await start_answer(lab)
-        stopping = asyncio.create_task(asyncio.to_thread(lab.manager.stop))
-        await asyncio.to_thread(lab.manager.start)
-        await stopping
-        await asyncio.to_thread(lab.manager.start)
+        stopping, resume, stop = threading.Event(), threading.Event(), lab.engine.stop
+
+        def slow_stop():
+            stopping.set()
+            resume.wait(WAIT_S)
+            stop()
+
+        monkeypatch.setattr(lab.engine, "stop", slow_stop)
+        ended = asyncio.create_task(asyncio.to_thread(lab.manager.stop))
+        await asyncio.to_thread(stopping.wait, WAIT_S)
+        started = asyncio.create_task(asyncio.to_thread(lab.manager.start))
+        await asyncio.sleep(0.05)
+        assert not started.done()
+        resume.set()
+        await asyncio.gather(ended, started)
         assert (await lab.manager.load(LoadSpec(model="one"))).model == "one"
         assert await answer(lab) == "one"
 
