@@ -446,6 +446,6 @@ class MlxEngine:
         """See ``Engine``. Blocks until the current step is over."""
         loader, self._loader = self._loader, None
         if loader is not None:
-            loader.end(wait_s=self.cancel_s)
+            loader.end()
         if self._thread is not None:
             self._thread.stop()

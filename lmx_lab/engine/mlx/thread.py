@@ -363,6 +363,7 @@ class LoadThread:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._busy = False
         # A daemon thread, because a disk that does not respond must not delay the exit.
         self._thread = threading.Thread(target=self._run, name="lmx-lab-load", daemon=True)
         self._thread.start()
@@ -370,22 +371,30 @@ class LoadThread:
     def submit(self, load: Callable[[], T]) -> Future[T]:
         """Run a function on the thread after those that were submitted before, and return the future of its result."""
         future: Future[T] = Future()
+        self._busy = True
         self._work.put((load, future))
         return future
 
-    def end(self, wait_s: float = 0.0) -> None:
-        """End the thread after the current load, and wait for its end at most for this time."""
+    def end(self) -> None:
+        """End the thread after the current load. Waits for its end, unless a load is in progress, which may hang."""
+        busy = self._busy
         self._work.put(None)
-        if wait_s:
-            self._thread.join(wait_s)
+        if not busy:
+            self._thread.join()
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            load, future = item
-            try:
-                future.set_result(load())
-            except BaseException as exc:
-                future.set_exception(exc.with_traceback(None))
-            # Their frames and results refer to weights.
-            del item, load, future
+            self._perform(*item)
+            # The load and its result refer to weights.
+            del item
         memory.end_thread()
+
+    def _perform(self, load: Callable[[], T], future: Future[T]) -> None:
+        try:
+            result = load()
+        except BaseException as exc:
+            self._busy = False
+            future.set_exception(exc.with_traceback(None))
+        else:
+            self._busy = False
+            future.set_result(result)
