@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
@@ -35,6 +35,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),
     "daemon_port": (0, 65_535),
     "slots": (1, 1024),
+    "resident": (1, 64),
     "queue_limit": (0, 100_000),
     "max_body_bytes": (1024, GIB),
     "request_timeout_s": (0.001, DAY_S),
@@ -123,6 +124,9 @@ class Settings:
     """Time that running requests have to finish before another model is loaded."""
     stall_limit_s: float = 60.0
     """Time without an engine step, while requests wait, after which ``/readyz`` answers 503."""
+    resident: int | Literal["auto"] = 1
+    """Number of models that stay in memory, besides pinned ones. A load beyond it unloads the model that was used least
+    recently. ``auto``: as many as memory has room for."""
     swap: bool = False
     """Whether a request for another model on disk loads that model. Otherwise the request is rejected."""
     model_aliases: tuple[str, ...] = ()
@@ -181,7 +185,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and low <= value <= high):
+            if value is None or (name == "resident" and value == "auto"):
+                continue
+            if not (isinstance(value, int | float) and low <= value <= high):
                 raise InvalidRequestError(f"{name} is {value!r}; it must be from {low} to {high}", param=name)
         for alias in self.model_aliases:
             if not all(alias.partition("=")):
@@ -262,6 +268,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
     """Convert a value to the annotated type ``kind`` of a setting. ``name`` is the setting's name in error messages."""
     kind = kind.removesuffix(" | None")
     try:
+        if kind.startswith("int | "):
+            return "auto" if value == "auto" else _convert(name, "int", value)
         if kind.startswith("tuple["):
             items = value.split(os.pathsep if "Path" in kind else ",") if isinstance(value, str) else value
             return tuple(Path(item).expanduser() if "Path" in kind else str(item) for item in items if str(item))

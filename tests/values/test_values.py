@@ -53,7 +53,7 @@ def test_a_model_is_idle_only_if_it_was_unloaded_because_of_that():
 def test_only_options_that_were_changed_are_sent():
     assert load_spec("tiny", {"engine": "mlx"}).options == {"engine": "mlx"}
     assert load_spec("tiny", {"engine": "auto"}) == LoadSpec(model="tiny")
-    assert LoadSpec(model="tiny", pin="chat").options == {}
+    assert LoadSpec(model="tiny").options == {}
 
 
 @pytest.mark.parametrize(
