@@ -81,7 +81,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import COUNTERS, EngineSnapshot, EngineState, TokenTotals, UnloadCause
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot, EngineState, ModelState, TokenTotals, UnloadCause
 from lmx_lab.values.models import EngineName, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent, TimeToLive
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
@@ -735,7 +735,7 @@ class ModelManager:
                 pinned = [model.entry.id for model in self._now.models if model.pinned and model not in same]
                 if not pinned:
                     raise
-                note = f"; {', '.join(pinned)} stay in memory, because they are pinned"
+                note = f"; {', '.join(pinned)} stay in memory, because they are pinned; lab.keep(ID, pin=False) releases one"
                 raise OutOfMemoryError(f"{exc.message}{note}", param=exc.param) from exc
             return leaving
         raise AssertionError("unreachable")
@@ -835,7 +835,7 @@ class ModelManager:
 
     async def keep(
         self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None, local: bool = True
-    ) -> None:
+    ) -> ModelState:
         """Change how long a model stays in memory. Arguments that are None change nothing.
 
         Args:
@@ -847,15 +847,16 @@ class ModelManager:
             InvalidRequestError: the model is not in memory.
         """
 
-        async def keep() -> None:
+        async def keep() -> ModelState:
             named = self.model_for(model, ANY_KIND, local=local)
             if named is None:
                 check_unload(model, self.snapshot, local=local)
                 raise AssertionError("unreachable")
             named.keep(pin=pin, ttl_s=ttl_s)
             self._set_idle_timer()
+            return named.state()
 
-        await self._run(keep)
+        return await self._run(keep)
 
     async def _load_beside(self, entry: ModelEntry, spec: LoadSpec, engine: Engine) -> LoadReport:
         """Load an encoder that stays next to the main model."""

@@ -39,14 +39,28 @@ from lmx_lab.server.translate import generation_request, timings, usage
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent, capacity_in_words, with_reason
+from lmx_lab.values.models import (
+    LoadReport,
+    LoadSpec,
+    ModelEntry,
+    ModelEvent,
+    TimeToLive,
+    capacity_in_words,
+    with_reason,
+)
 from lmx_lab.values.outputs import Delta, TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
-from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample, TraceBody
+from lmx_lab.wire.admin import (
+    KeepAnswer,
+    ModelRecords,
+    RequestEvent,
+    Sample,
+    TraceBody,
+)
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
@@ -336,7 +350,9 @@ class LocalServer:
             "engine": with_reason(engine_for(now.entry.format).name, now.entry.engine_reason) if now.entry else "",
             "capacity": capacity_in_words(now.slots, now.context_length),
             "daemon": daemon.url if daemon is not None else "",
-            "also loaded": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
+            "also loaded": ", ".join(
+                f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.models if it is not now.main
+            ),
         }
         return {name: value for name, value in facts.items() if value}
 
@@ -398,7 +414,7 @@ class LocalBackend:
             proxy_url=addresses.proxy_url,
             proxy_path=addresses.proxy_path,
             model=now.model,
-            pinned=tuple(pinned.entry.id for pinned in now.pinned),
+            others=tuple(state.entry.id for state in now.models if state is not now.main),
             unloading=now.unloading,
             note="" if server.running else "This server was stopped; run the launch cell again.",
         )
@@ -438,6 +454,10 @@ class LocalBackend:
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
     ) -> float:
         return await self._report_progress(self._services.manager.unload(model, wait=wait), progress) / 1e9
+
+    async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
+        state = await self._services.manager.keep(model, pin=pin, ttl_s=ttl_s)
+        return KeepAnswer(model=state.entry.id, pinned=state.pinned, ttl_s=state.ttl_s)
 
     async def _report_progress(self, work: Coroutine[Any, Any, T], progress: Progress | None) -> T:
         if progress is None:

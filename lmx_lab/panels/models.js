@@ -37,7 +37,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
   const act = (what, fields, fallback) => (showError(""), ask(model, what, fields, fallback).catch(fail));
 
   const place = h("span", { class: "dim grow" });
-  const pinned = h("span", { class: "dim" });
+  const also = h("span", { class: "dim" });
   const links = ADDRESSES.map(([key, label]) => {
     const code = h("code");
     const line = h("span", { class: "row" }, h("span", { class: "dim" }, label), code,
@@ -111,7 +111,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
     hint, engines);
 
   root.classList.add("models");
-  head.append(pinned, place);
+  head.append(also, place);
   root.append(
     h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, jobs, announcement, list);
   watch(["error"], () => {
@@ -126,9 +126,9 @@ export default panel("Models", ({ model, root, head, watch }) => {
     set(announcement, get("jobs").map((job) => job.id + ": " + job.text.replace(/ \(\d+ s\)$/, "")).join("; "));
   });
   watch(["rows", "caption", "engines", "server"], () => {
-    const { place: where, pinned: pins } = get("server");
+    const { place: where, others } = get("server");
     set(place, where);
-    set(pinned, pins.length ? "also loaded: " + pins.join(", ") : "");
+    set(also, others.length ? "also loaded: " + others.join(", ") : "");
     for (const [key, code, line] of links) {
       set(code, get("server")[key] ?? "");
       line.hidden = !get("server")[key];

@@ -29,7 +29,15 @@ Source = Literal["store", "hub", "folder", "ollama", "lm-studio", "llama.cpp", "
 LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloading", "unloaded", "failed"]
 
 
-TimeToLive: TypeAlias = Annotated[float, Limits(ge=0, allow_inf_nan=False)] | Literal["never"]
+def _check_time_to_live(value: object) -> object:
+    if value == "never" or (isinstance(value, float | int) and not isinstance(value, bool)):
+        return value
+    raise ValueError('must be a number of seconds, or "never"')
+
+
+TimeToLive: TypeAlias = Annotated[
+    Annotated[float, Limits(ge=0, allow_inf_nan=False)] | Literal["never"], Limits(_check_time_to_live)
+]
 """Seconds without requests after which a model is unloaded."""
 
 
