@@ -24,7 +24,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 NUMBERS: dict[str, type] = {"int": Integral, "float": Real}
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
-TYPE_DESCRIPTIONS = {"bool": "true or false (1 or 0)", "int": "a whole number", "float": "a number"}
+COUNT_OR_AUTO = "int | Literal['auto']"
+TYPE_DESCRIPTIONS = {
+    "bool": "true or false (1 or 0)",
+    "int": "a whole number",
+    "float": "a number",
+    COUNT_OR_AUTO: "a whole number, or auto",
+}
 SECRETS = frozenset(
     {f"{PREFIX}{name}" for name in ("API_KEY", "UPSTREAM_API_KEY", "DAEMON_TOKEN", "COMPARE_API_KEY")}
     | {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"}
@@ -268,8 +274,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
     """Convert a value to the annotated type ``kind`` of a setting. ``name`` is the setting's name in error messages."""
     kind = kind.removesuffix(" | None")
     try:
-        if kind.startswith("int | "):
-            return "auto" if value == "auto" else _convert(name, "int", value)
+        if kind == COUNT_OR_AUTO and value == "auto":
+            return value
         if kind.startswith("tuple["):
             items = value.split(os.pathsep if "Path" in kind else ",") if isinstance(value, str) else value
             return tuple(Path(item).expanduser() if "Path" in kind else str(item) for item in items if str(item))
@@ -278,9 +284,10 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         if kind == "Path":
             return Path(value).expanduser()
         # NumPy's numbers are instances of these classes. A boolean is an integer in Python.
-        if kind in NUMBERS and (isinstance(value, bool) or not isinstance(value, (NUMBERS[kind], str))):
+        number = "int" if kind == COUNT_OR_AUTO else kind
+        if number in NUMBERS and (isinstance(value, bool) or not isinstance(value, (NUMBERS[number], str))):
             raise TypeError
-        return {"int": int, "float": float, "str": str}[kind](value)
+        return {"int": int, "float": float, "str": str}[number](value)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InvalidRequestError(
             f"{name} is {value!r}; it must be {TYPE_DESCRIPTIONS.get(kind, f'of type {kind}')}"

@@ -624,8 +624,10 @@ class ModelManager:
             self._report(load_progress(entry))
             return await change.run(self._load_beside(entry, spec, engine))
         self._check_kind(spec, entry)
-        if not self._changing.locked() and (model := await self._find_loaded(entry, spec)) is not None:
-            return self._use_again(model, entry, spec)
+        if not self._changing.locked():
+            model = await self._find_loaded(entry, spec)
+            if model is not None and not self._replaces_main(model):
+                return self._use_again(model, entry, spec)
         other = next((it for it in self._loads if it is not change and it.loads_same(entry, spec)), None)
         if other is not None:
             other.set_wait(spec.wait)
@@ -687,11 +689,12 @@ class ModelManager:
     ) -> LoadReport:
         """Load a model, after others have left memory for it; if that fails, load those again."""
         change.check()
-        if (model := await self._find_loaded(entry, spec)) is not None:
-            return self._use_again(model, entry, spec, takes_main=change.takes_main)
+        present = await self._find_loaded(entry, spec)
+        if present is not None and not (change.takes_main and self._replaces_main(present)):
+            return self._use_again(present, entry, spec, takes_main=change.takes_main)
         # A model that cannot be loaded is refused while the others still answer.
         started = self._loop.time()
-        leaving = await change.run(self._choose_leaving(entry, spec, engine))
+        leaving = await change.run(self._choose_leaving(entry, spec, engine, present))
         checked_s = self._loop.time() - started
         await change.run(self._load_missing())
         left: list[Model] = []
@@ -714,29 +717,41 @@ class ModelManager:
         outcome = await self._restore(change, left, main) if change.restores else ""
         raise kind(f"{message}{outcome}", param=param)
 
-    async def _choose_leaving(self, entry: ModelEntry, spec: LoadSpec, engine: Engine) -> list[Model]:
+    def _replaces_main(self, model: Model) -> bool:
+        """Return whether a model in memory becomes the main one as if it was loaded: a pinned encoder does."""
+        return _is_beside(model) and model is not self._now.main
+
+    async def _choose_leaving(
+        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, present: Model | None
+    ) -> list[Model]:
         """Let the engine check a model, and return the models that leave memory for it.
+
+        Args:
+            present: The model, if it is in memory.
 
         Raises:
             OutOfMemoryError: the model does not fit next to those that are pinned.
         """
-        same = [model for model in self._now.models if _is_same(model, entry)]
+        same = [model for model in self._now.models if _is_same(model, entry) and model is not present]
         others = [model for model in self._now.models if not model.pinned and model not in same]
         others.sort(key=lambda model: (model.admission.active > 0, model.admission.used_at))
         resident = self.settings.resident
         surplus = 0 if resident == "auto" else max(0, len(others) + 1 - resident)
         for count in range(surplus, len(others) + 1):
             leaving = [*same, *others[:count]]
+            without = leaving if present is None else [*leaving, present]
             try:
-                await self._check_loadable(entry, spec, engine, self._room_bytes(engine, without=leaving))
+                await self._check_loadable(entry, spec, engine, self._room_bytes(engine, without=without))
             except OutOfMemoryError as exc:
                 if count < len(others):
                     continue
                 pinned = [model.entry.id for model in self._now.models if model.pinned and model not in same]
                 if not pinned:
                     raise
-                note = f"; {', '.join(pinned)} stay in memory, because they are pinned; lab.keep(ID, pin=False) releases one"
-                raise OutOfMemoryError(f"{exc.message}{note}", param=exc.param) from exc
+                note = (
+                    f"{', '.join(pinned)} stay in memory, because they are pinned; lab.keep(ID, pin=False) releases one"
+                )
+                raise OutOfMemoryError(f"{exc.message}; {note}", param=exc.param) from exc
             return leaving
         raise AssertionError("unreachable")
 
@@ -1168,9 +1183,9 @@ class ModelManager:
         if model.pinned:
             self._missing.append(model)
         if model.pinned or not was_main:
-            what = "it is loaded again" if reloads else "load it again"
-            whose = "this pinned model" if model.pinned else "this model"
-            self._report(ModelEvent(model=name, stage="unloaded", message=f"the engine lost {whose}; {what}"))
+            which, remedy = ("this pinned model", "pin it again") if model.pinned else ("this model", "load it again")
+            message = f"the engine lost {which}; {'it is loaded again' if reloads else remedy}"
+            self._report(ModelEvent(model=name, stage="unloaded", message=message))
         elif out_of_memory:
             self._report(ModelEvent(model=name, stage="unloaded", message="out of memory"))
         if reloads and by_request and (was_main or not model.pinned):

@@ -178,6 +178,13 @@ class KeepAnswer(BaseModel):
     ttl_s: float | None
     """Null if it stays."""
 
+    def __repr__(self) -> str:
+        if self.pinned:
+            return f"{self.model} stays in memory until it is unloaded by request"
+        if self.ttl_s is not None:
+            return f"{self.model} is unloaded after {self.ttl_s:g} s without requests"
+        return f"{self.model} stays in memory until the room is needed"
+
 
 class CancelLoadRequest(RequestModel):
     """The body of POST /admin/models/cancel."""

@@ -578,7 +578,7 @@ async def test_the_memory_of_a_pinned_model_is_free_for_the_load_that_uses_it(la
     await load_entry(lab.manager, EMBEDDER, PIN)
     await load_entry(lab.manager, EMBEDDER)
     await load_entry(lab.manager, ONE)
-    assert rooms == [0, lab.manager.snapshot.pinned[0].memory_bytes]
+    assert rooms == [0, 0, lab.manager.snapshot.pinned[0].memory_bytes]
 
 
 async def test_a_model_that_is_lost_during_its_load_is_an_error_of_the_load(lab, monkeypatch):
