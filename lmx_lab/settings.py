@@ -141,7 +141,7 @@ class Settings:
     """Whether a request that names a model that is not on disk is answered by the loaded model. Otherwise the request
     is rejected."""
     idle_unload_s: float | None = None
-    """Time without requests after which the model is unloaded. By default it stays loaded."""
+    """Time without requests after which a model is unloaded. By default it stays loaded."""
     load_timeout_s: float | None = None
     """Maximum time to load a model into memory, without the download. By default 60 s plus 1 s for each 20 MB of
     weights."""
