@@ -1039,7 +1039,10 @@ class ModelManager:
                 model.admission.reopen()
             now = self._now
             if cause is not None:
-                now, self._idle_spec = replace(now, unloaded=(model.entry.id, cause)), replace(model.spec, pin=None)
+                now, self._idle_spec = (
+                    replace(now, unloaded=(model.entry.id, cause)),
+                    replace(model.spec, pin=None),
+                )
             # The cause is known before the memory is released.
             self._now = replace(now.without(model, stays=stays), failure=None)
             error = NotLoadedError("the model was unloaded before this request ended")

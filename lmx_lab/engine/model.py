@@ -242,7 +242,7 @@ class LoadedModel(ABC, Generic[Row]):
             memory_bytes=self.memory_bytes,
             pinned=self.pinned,
             ttl_s=self.ttl_s,
-            idle_s=None if self.admission.active else time.perf_counter() - self.admission.used_at,
+            idle_since=None if self.admission.active else self.admission.used_at,
             unloading=unloading,
             context_length=self.context_length,
             slots=self.slots,

@@ -68,8 +68,8 @@ class ModelState:
     """Whether it stays in memory until it is unloaded by request."""
     ttl_s: float | None = None
     """Time without requests after which it is unloaded; None if it stays."""
-    idle_s: float | None = None
-    """Time since its last request has ended; None while it has requests."""
+    idle_since: float | None = None
+    """When its last request ended (``time.perf_counter``); None while it has requests."""
     unloading: Unloading | None = None
     """Set while its unload waits for its requests to end."""
     context_length: int | None = None

@@ -101,7 +101,7 @@ async def test_a_lab_on_the_kernels_loop_pins_models(three_home):
         (
             {"embedder": "tiny"},
             UnusableModelError,
-            "tiny is a chat model; only embedding models and rerankers can be pinned",
+            "tiny is a chat model; an embedding model is needed here: load it as the main model",
         ),
         ({"embedder": "tiny-reranker"}, UnusableModelError, "is a reranker"),
         (
