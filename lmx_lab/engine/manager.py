@@ -615,15 +615,14 @@ class ModelManager:
     ) -> LoadReport:
         entry, engine = await change.run(self._find(spec, change.files, local=local))
         change.entry = entry
+        self._check_kind(spec, entry)
         if change.beside:
             if change.files is None:
                 await change.run(self._finder.check(entry))
-            self._check_kind(spec, entry)
             if self._lending is not None:
                 self._check_free()
             self._report(load_progress(entry))
             return await change.run(self._load_beside(entry, spec, engine))
-        self._check_kind(spec, entry)
         if not self._changing.locked():
             model = await self._find_loaded(entry, spec)
             if model is not None and not self._replaces_main(model):
