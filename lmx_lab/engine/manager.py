@@ -50,7 +50,7 @@ from lmx_lab.engine.lookup import (
     with_models_on_disk,
     wrong_kind,
 )
-from lmx_lab.engine.memory import total_bytes
+from lmx_lab.engine.memory import Budget, total_bytes
 from lmx_lab.engine.model import Engine, EngineHost, EngineMemory
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -135,6 +135,7 @@ class ModelManager:
         catalog: The models on this disk; by default those that the settings name.
         turns: When a client without a slot gets a slot of another client.
         engines: How to make an engine, by name; for those that are missing, as in ``ENGINES``.
+        budget: The memory that models may use; by default that of the settings.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class ModelManager:
         *,
         turns: Turns | None = None,
         engines: Mapping[EngineName, Factory] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.settings = settings
         self.catalog = catalog if catalog is not None else Catalog(settings)
@@ -161,6 +163,9 @@ class ModelManager:
         self._machine_bytes = total_bytes()
         self._created_at = time.monotonic()
         self._now = InMemory()
+        self.budget = budget or Budget(
+            settings.memory_limit_bytes, weights=lambda: sum(it.memory_bytes for it in self.models)
+        )
         self._ended_totals = TokenTotals()
         """Counts of the models that have left memory, which are in ``_counted`` while other code refers to them."""
         self._counted: weakref.WeakSet[Model] = weakref.WeakSet()
@@ -205,7 +210,7 @@ class ModelManager:
     async def _close(self, error: LabError) -> None:
         """End all loads and requests, and drop all models."""
         self._cancel_all(error)
-        for task in list(self._reloads):
+        for task in (self._measuring, *self._reloads):
             task.cancel()
         self._wanted.clear()
         models, self._now = self._now.models, InMemory()
@@ -266,6 +271,7 @@ class ModelManager:
         self._lending: asyncio.Task[str | None] | None = None
         """Unloads all models, and loads them again when they are taken back; see ``make_room``."""
         self._taken_back = asyncio.Event()
+        self._measuring = asyncio.create_task(self.budget.watch(), name="lmx-lab memory")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._reloads: set[asyncio.Task[Any]] = set()
         """The tasks that load models again that were lost."""
@@ -369,6 +375,9 @@ class ModelManager:
             memory_used_bytes=memory.used or 0,
             memory_peak_bytes=memory.peak or 0,
             memory_total_bytes=memory.total,
+            memory_footprint_bytes=self.budget.footprint_bytes,
+            memory_limit_bytes=self.budget.total_bytes,
+            memory_pressure=self.budget.pressure,
             memory_is_of_device=memory.is_of_device,
             blas=next((engine.blas for engine in list(self._engines.values()) if engine.blas is not None), None),
         )
@@ -428,18 +437,13 @@ class ModelManager:
         with self._engines_lock:
             if name not in self._engines:
                 host = EngineHost(
-                    used_by_others=functools.partial(self._used_by_others, name),
+                    budget=self.budget,
                     idle=self._post_idle,
                     lost=functools.partial(self._post, self._remove_lost),
                     turns=self._turns,
                 )
                 self._engines[name] = self._factories[name](self.settings, host)
             return self._engines[name]
-
-    def _used_by_others(self, name: EngineName) -> int:
-        """Return the memory that the other engines use, without the memory of a GPU."""
-        others = [other for other, engine in list(self._engines.items()) if not engine.memory.is_of_device]
-        return sum(self._used_bytes(other) for other in others if other != name)
 
     def unpinned(self) -> Sequence[LoadSpec]:
         """Return the loads of the encoders that the settings name and that are not in memory."""

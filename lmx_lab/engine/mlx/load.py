@@ -5,6 +5,7 @@ all of them are evaluated here, because a thread cannot evaluate what another on
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,12 @@ MIN_CONTEXT_TOKENS = 256
 
 
 def load_chat(
-    entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto", context_length: int | None = None
+    entry: ModelEntry,
+    *,
+    limit_bytes: int,
+    dtype: str = "auto",
+    context_length: int | None = None,
+    require_free: Callable[[int, str], object] = lambda *_: None,
 ) -> tuple[ChatWeights, MlxTokenizer]:
     """Load a chat model, and return its weights and its tokenizer. Takes seconds.
 
@@ -39,13 +45,15 @@ def load_chat(
         limit_bytes: Memory that the model and its requests may use.
         dtype: See ``Settings.dtype``.
         context_length: See ``LoadSpec``.
+        require_free: Called with the size of each weight and the name of the model before the weight is read. Raises
+            ``OutOfMemoryError`` if other programs have taken the memory.
 
     Raises:
         UnusableModelError: mlx-lm cannot load these files, or they are not a chat model.
         OutOfMemoryError: the model does not fit in memory.
     """
     try:
-        model, answers, own = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
+        model, answers, own = _read(entry, limit_bytes=limit_bytes, dtype=dtype, require_free=require_free)
         traits = _measure(model)
     except BaseException as exc:
         if not isinstance(exc, Exception) and not is_panic(exc):
@@ -53,7 +61,9 @@ def load_chat(
         raise _load_error(entry, exc, limit_bytes) from exc
     draft = None
     if entry.draft is not None:
-        draft, traits = _read_draft(entry, entry.draft, traits, limit_bytes=limit_bytes, dtype=dtype)
+        draft, traits = _read_draft(
+            entry, entry.draft, traits, limit_bytes=limit_bytes, dtype=dtype, require_free=require_free
+        )
     context_length = _context_length(entry, traits.footprint, limit_bytes, context_length)
     try:
         encoder = build_encoder(own, entry.id)
@@ -90,7 +100,9 @@ def _measure(model: Any) -> Traits:
     return traits
 
 
-def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any, Any]:
+def _read(
+    entry: ModelEntry, *, limit_bytes: int, dtype: str, require_free: Callable[[int, str], object]
+) -> tuple[Any, Any, Any]:
     """Return the model, and its tokenizer twice: each copy is used by one thread.
 
     The tokenizer is read at the same time as the weights. It causes most errors, which end the load immediately.
@@ -104,14 +116,15 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
 
     reading = start_in_thread(read_tokenizers, name="lmx-lab-tokenizer")
 
-    def raise_error() -> None:
+    def before_each(nbytes: int) -> None:
         if reading.done():
             reading.result()
+        require_free(nbytes, entry.id)
 
     try:
         # The weights are loaded lazily, and ``fit_weights`` reads them one by one.
         model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
-        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=raise_error)
+        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=before_each)
     finally:
         wait([reading])
     return model, *reading.result()
@@ -119,6 +132,8 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
 
 def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, param: str = "model") -> LabError:
     """Return the error of a model whose files were not loaded because of this exception."""
+    if isinstance(exc, OutOfMemoryError):
+        return exc
     if memory.is_out_of_memory(exc):
         return OutOfMemoryError(f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB are allowed): {exc}")
     reason = f"{type(exc).__name__}: {exc}"
@@ -126,7 +141,13 @@ def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, para
 
 
 def _read_draft(
-    entry: ModelEntry, draft: ModelEntry, traits: Traits, *, limit_bytes: int, dtype: str
+    entry: ModelEntry,
+    draft: ModelEntry,
+    traits: Traits,
+    *,
+    limit_bytes: int,
+    dtype: str,
+    require_free: Callable[[int, str], object],
 ) -> tuple[tuple[Any, int], Traits]:
     """Return the draft model and the number of tokens that both models know, and the traits of the model with the sizes
     of both.
@@ -138,7 +159,7 @@ def _read_draft(
     limit_bytes = max(0, limit_bytes - weights_bytes)
     try:
         model, _ = load_model(draft.path, lazy=True, get_model_classes=checked_classes)
-        fit_weights(model, dtype, limit_bytes=limit_bytes)
+        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=lambda nbytes: require_free(nbytes, draft.id))
         own = _measure(model)
     except Exception as exc:
         raise _load_error(draft, exc, limit_bytes, param="draft") from exc

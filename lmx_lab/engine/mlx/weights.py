@@ -24,7 +24,9 @@ activations."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callable[[], object] = lambda: None) -> None:
+def fit_weights(
+    model: Any, dtype: str, *, limit_bytes: int, before_each: Callable[[int], object] = lambda _: None
+) -> None:
     """Convert the weights of a model, which have not been read from disk yet, and read them.
 
     Weights that ``auto`` would expand stay quantized if they do not fit; on a CPU their scales, and so the activations,
@@ -32,7 +34,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callab
 
     Args:
         dtype: See ``Settings.dtype``.
-        before_each: Called before each weight is read. An exception from it ends the load.
+        before_each: Called with the size of each weight before it is read. An exception from it ends the load.
 
     Raises:
         NotLoadedError: the load was cancelled.
@@ -54,7 +56,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callab
     parameters: Any = tree_flatten(model.parameters())
     for _, value in parameters:
         check_cancelled()
-        before_each()
+        before_each(value.nbytes)
         mx.eval(value)
 
 

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine import EmbeddingRequest, ModelManager, TraceRequest
+from lmx_lab.engine import EmbeddingRequest, TraceRequest
 from lmx_lab.engine import memory as machine
+from lmx_lab.engine.memory import Budget
 from lmx_lab.engine.mlx import kv_cache, memory
 from lmx_lab.engine.mlx.engine import MlxEngine
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, LayerCache
-from lmx_lab.engine.model import EngineHost, EngineMemory
+from lmx_lab.engine.model import EngineHost
 from lmx_lab.errors import ContextLengthError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
@@ -57,8 +58,11 @@ class SharedMemory:
 
     def __init__(self):
         self.others, self.lost = 0, []
-        host = EngineHost(used_by_others=lambda: self.others, lost=lambda *lost: self.lost.append(lost))
-        self.engine = MlxEngine(Settings(slots=2, memory_limit_bytes=LIMIT), host)
+        # The footprint of this process depends on the tests before.
+        self.budget = Budget(LIMIT, footprint=lambda: 0)
+        self.budget.add_process(lambda: self.others)
+        host = EngineHost(budget=self.budget, lost=lambda *lost: self.lost.append(lost))
+        self.engine = MlxEngine(Settings(slots=2), host)
 
     async def load(self, entry):
         entry = with_marks(entry)
@@ -109,28 +113,25 @@ async def test_memory_far_above_the_limit_unloads_the_model(shared_memory):
 
 
 @pytest.mark.anyio
-async def test_texts_and_traces_that_do_not_fit_beside_other_engines_are_refused(shared_memory, monkeypatch):
+async def test_texts_and_traces_that_do_not_fit_beside_other_engines_are_refused(shared_memory):
     shared_memory.others = LIMIT
     for work in (shared_memory.embed, shared_memory.trace):
         with pytest.raises(ContextLengthError, match=r"in addition to the 1\.\d\d GB in use, and 1\.00 GB are allowed"):
             await work()
-    # Other engines do not use the memory of a GPU.
-    monkeypatch.setattr(memory, "is_of_device", lambda: True)
-    await shared_memory.embed()
-    await shared_memory.trace()
-    monkeypatch.undo()
     shared_memory.others = 0
     await shared_memory.embed()
     await shared_memory.trace()
 
 
-def test_memory_of_the_gpu_is_not_counted_for_engines_on_the_cpu():
-    for is_of_device, used in ((False, 5), (True, 0)):
-        of_mlx = EngineMemory(total=9, limit=8, used=5, is_of_device=is_of_device)
-        engine = SimpleNamespace(memory=of_mlx, blas=None)
-        manager = ModelManager(Settings(), engines={"mlx": lambda *_, engine=engine: engine})
-        manager.engine("mlx")
-        assert manager._used_by_others("llama.cpp") == used
+def test_models_on_a_gpu_have_a_limit_of_their_own(monkeypatch):
+    for info, is_of_device in ((dict(H100), True), ({"device_name": "cpu"}, False)):
+        report_device(monkeypatch, info)
+        budget = Budget(LIMIT, footprint=lambda: 3 * GB)
+        engine = MlxEngine(Settings(), EngineHost(budget=budget))
+        assert engine.memory.is_of_device is is_of_device
+        assert engine.memory.limit == (60 * GB if is_of_device else budget.limit_bytes)
+        # Engines on the CPU do not count it.
+        assert budget.used_bytes == (0 if is_of_device else 3 * GB)
 
 
 def test_products_are_exact_and_any_number_of_shapes_is_allowed():
