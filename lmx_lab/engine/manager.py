@@ -1,8 +1,8 @@
 """Own the models in memory: load and unload them, and pass each request to the model that answers it.
 
 Everything runs on one event loop in a thread, except what reads the published state. Changes of the main model happen
-one at a time. Nothing polls: a model reports when its engine loses it, ``AdmissionControl`` reports when it has no
-requests left, and timers are set to known points in time.
+one at a time. Nothing polls except ``Budget.watch``: a model reports when its engine loses it, ``AdmissionControl``
+reports when it has no requests left, and timers are set to known points in time.
 """
 
 from __future__ import annotations

@@ -365,7 +365,10 @@ class Budget:
     @property
     def limit_bytes(self) -> int:
         """How much models and requests may use now, on all engines."""
-        limit = self.unlowered_bytes
+        return self._limit(self._footprint())
+
+    def _limit(self, footprint: int) -> int:
+        limit = self._unlowered(footprint)
         if self.pressure is not None:
             limit = min(limit, max(self._lowered_bytes, self._weights_bytes))
         return limit
@@ -373,7 +376,10 @@ class Budget:
     @property
     def unlowered_bytes(self) -> int:
         """``limit_bytes`` without the pressure of other programs."""
-        growth = max(0, self._footprint() - self._base_bytes - self._sum(self._inside))
+        return self._unlowered(self._footprint())
+
+    def _unlowered(self, footprint: int) -> int:
+        growth = max(0, footprint - self._base_bytes - self._sum(self._inside))
         # Data of a notebook, which may grow to any size, cannot take this part of the limit away from loaded models.
         least = min(self.allowed_bytes, self._weights_bytes + LEAST_BYTES)
         return max(self.allowed_bytes - growth, least)
@@ -386,7 +392,9 @@ class Budget:
     @property
     def total_bytes(self) -> int:
         """The value that ``footprint_bytes`` should not exceed."""
-        return self.footprint_bytes + self.free_bytes
+        footprint = self._footprint()
+        # Memory of other processes is used and counted.
+        return footprint + self._limit(footprint) - self._sum(self._inside)
 
     @property
     def machine_free_bytes(self) -> int:

@@ -423,6 +423,7 @@ class MlxEngine:
             log.exception("%s could not be loaded", entry.id)
             what = f"{type(exc).__name__}: {exc}"
             loaded = UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model")
+        thread.loading_bytes = 0
         memory.release()
         return loaded
 
@@ -432,17 +433,23 @@ class MlxEngine:
         """Read a model, and pass its weights to the engine's thread."""
         settings, host, dtype = self._settings, self._host, self._settings.dtype
 
-        unchecked = CHECKED_BYTES
+        room_before = host.budget.unlowered_bytes
+        checked: tuple[str, int] = ("", 0)
+        """The model and the number of bytes that were checked last."""
 
-        def require_free(nbytes: int, name: str) -> None:
-            nonlocal unchecked
-            unchecked += nbytes
-            if self._device_bytes is None and unchecked >= CHECKED_BYTES:
-                host.budget.require_free(nbytes, name)
-                unchecked = 0
+        def require_free(left_bytes: int, name: str) -> None:
+            nonlocal checked
+            if checked[0] != name:
+                thread.loading_bytes += left_bytes
+            if self._device_bytes is None and (checked[0] != name or left_bytes <= checked[1] - CHECKED_BYTES):
+                host.budget.require_free(left_bytes, name)
+                checked = name, left_bytes
 
-        require_free(entry.load_bytes, entry.id)
-        unchecked = CHECKED_BYTES
+        def room_now() -> int:
+            # Libraries and the tokenizer also take memory during a load.
+            grown_bytes = max(0, room_before - host.budget.unlowered_bytes) if self._device_bytes is None else 0
+            return room_bytes - grown_bytes
+
         model: MlxModel
         loaded: GenerationLoop | LoadedEncoder
         if entry.kind == "chat":
@@ -452,10 +459,12 @@ class MlxEngine:
                 dtype=dtype,
                 context_length=spec.context_length,
                 require_free=require_free,
+                room_now=room_now,
             )
             model = chat = MlxChat(entry, spec, settings, host, thread=thread, weights=weights, tokenizer=tokenizer)
             loaded = chat.generating
         else:
+            require_free(entry.load_bytes, entry.id)
             loaded = load_encoder(entry, limit_bytes=room_bytes, dtype=dtype)
             model = MlxEncoder(entry, spec, settings, host, thread=thread, encoder=loaded)
         require_unchanged(entry)

@@ -38,6 +38,7 @@ def load_chat(
     dtype: str = "auto",
     context_length: int | None = None,
     require_free: Callable[[int, str], object] = lambda *_: None,
+    room_now: Callable[[], int] | None = None,
 ) -> tuple[ChatWeights, MlxTokenizer]:
     """Load a chat model, and return its weights and its tokenizer. Takes seconds.
 
@@ -45,8 +46,10 @@ def load_chat(
         limit_bytes: Memory that the model and its requests may use.
         dtype: See ``Settings.dtype``.
         context_length: See ``LoadSpec``.
-        require_free: Called with the size of each weight and the name of the model before the weight is read. Raises
-            ``OutOfMemoryError`` if other programs have taken the memory.
+        require_free: Called before each weight is read, with the size of the weights that are left and the name of the
+            model. Raises ``OutOfMemoryError`` if other programs have taken the memory.
+        room_now: Returns what is left of ``limit_bytes`` after the load, which limits the context. By default all of it
+            is.
 
     Raises:
         UnusableModelError: mlx-lm cannot load these files, or they are not a chat model.
@@ -64,13 +67,14 @@ def load_chat(
         draft, traits = _read_draft(
             entry, entry.draft, traits, limit_bytes=limit_bytes, dtype=dtype, require_free=require_free
         )
-    context_length = _context_length(entry, traits.footprint, limit_bytes, context_length)
     try:
         encoder = build_encoder(own, entry.id)
         chat_format = detect_chat_format(SandboxedTokenizer.wrap(answers, encoder))
     except (TemplateLimitError, InvalidRequestError) as exc:
         reason = exc.message if isinstance(exc, InvalidRequestError) else f"its chat template {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
+    room_bytes = limit_bytes if room_now is None else room_now()
+    context_length = _context_length(entry, traits.footprint, room_bytes, context_length)
     tokenizer = MlxTokenizer(
         own,
         answers,
@@ -116,10 +120,10 @@ def _read(
 
     reading = start_in_thread(read_tokenizers, name="lmx-lab-tokenizer")
 
-    def before_each(nbytes: int) -> None:
+    def before_each(left_bytes: int) -> None:
         if reading.done():
             reading.result()
-        require_free(nbytes, entry.id)
+        require_free(left_bytes, entry.id)
 
     try:
         # The weights are loaded lazily, and ``fit_weights`` reads them one by one.
@@ -159,7 +163,7 @@ def _read_draft(
     limit_bytes = max(0, limit_bytes - weights_bytes)
     try:
         model, _ = load_model(draft.path, lazy=True, get_model_classes=checked_classes)
-        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=lambda nbytes: require_free(nbytes, draft.id))
+        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=lambda left: require_free(left, draft.id))
         own = _measure(model)
     except Exception as exc:
         raise _load_error(draft, exc, limit_bytes, param="draft") from exc

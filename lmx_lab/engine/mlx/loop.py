@@ -65,7 +65,10 @@ class Room(Protocol):
         """
 
     def return_freed(self) -> int:
-        """Return freed memory that is kept for reuse, at most once a second. Returns how much that was."""
+        """Clear MLX's cache, and at most once a second also return memory that the C library keeps for reuse.
+
+        Returns how much this was.
+        """
 
     def evict(self, missing_bytes: int) -> None:
         """Ask for the memory of idle models."""

@@ -51,7 +51,7 @@ class MlxThread:
     """
 
     return_s = 1.0
-    """Minimum time between two returns of freed memory, which take 10 ms."""
+    """Minimum time between two returns of freed memory, which take 10 ms, and between two calls of ``Budget.evict``."""
     encode_s = 0.1
     """Time for which a step computes texts while no answer is generated. Commands wait for the end of the step."""
 
@@ -60,8 +60,10 @@ class MlxThread:
         self._budget = host.budget
         self._lost = host.lost
         self._device_bytes = device_bytes
-        self._returned_at = -math.inf
-        """When freed memory was last returned (``time.perf_counter``)."""
+        self._returned_at = self._evicted_at = -math.inf
+        """When freed memory was last returned, and idle models were last asked for (``time.perf_counter``)."""
+        self.loading_bytes = 0
+        """Weights of the model that is being loaded."""
         self.models: dict[LoadedModel[Any], GenerationLoop | LoadedEncoder] = {}
         self.blas: BlasReport | None = None
         """The BLAS; None until ``started``."""
@@ -191,7 +193,7 @@ class MlxThread:
 
     def needed_by_others(self, loop: GenerationLoop) -> int:
         """See ``Room``."""
-        needed = self.used_bytes() - memory.used_bytes()
+        needed = self.used_bytes() - memory.used_bytes() + self.loading_bytes
         for each in self.models.values():
             if each is not loop:
                 needed += each.running_bytes if isinstance(each, GenerationLoop) else each.memory_bytes
@@ -220,16 +222,21 @@ class MlxThread:
 
     def return_freed(self) -> int:
         """See ``Room``."""
-        if self._device_bytes is not None or time.perf_counter() < self._returned_at + self.return_s:
+        if self._device_bytes is not None:
             return 0
-        before = self._budget.unlowered_bytes
-        memory.return_freed()
-        self._returned_at = time.perf_counter()
+        before, now = self._budget.unlowered_bytes, time.perf_counter()
+        if now < self._returned_at + self.return_s:
+            mx.clear_cache()
+        else:
+            memory.return_freed()
+            self._returned_at = now
         return max(0, self._budget.unlowered_bytes - before)
 
     def evict(self, missing_bytes: int) -> None:
         """See ``Room``."""
-        if self._device_bytes is None:
+        now = time.perf_counter()
+        if self._device_bytes is None and now >= self._evicted_at + self.return_s:
+            self._evicted_at = now
             self._budget.evict(missing_bytes)
 
     def _note_peak(self, peak: int) -> None:

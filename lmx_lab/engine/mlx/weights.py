@@ -34,7 +34,8 @@ def fit_weights(
 
     Args:
         dtype: See ``Settings.dtype``.
-        before_each: Called with the size of each weight before it is read. An exception from it ends the load.
+        before_each: Called before each weight is read, with the size of the weights that are left. An exception from it
+            ends the load.
 
     Raises:
         NotLoadedError: the load was cancelled.
@@ -54,10 +55,12 @@ def fit_weights(
             )
     # Evaluated one by one, so that only one weight at a time is in memory in both forms.
     parameters: Any = tree_flatten(model.parameters())
+    left_bytes = sum(value.nbytes for _, value in parameters)
     for _, value in parameters:
         check_cancelled()
-        before_each(value.nbytes)
+        before_each(left_bytes)
         mx.eval(value)
+        left_bytes -= value.nbytes
 
 
 def expanded_bytes(model: Any, dtype: mx.Dtype) -> int:
