@@ -46,14 +46,6 @@ def fresh_tiny_lab(tiny_home):
 
 
 @pytest.fixture(scope="session")
-def long_home(tmp_path_factory, smollm2):
-    """Create a home with ``tiny-long``, which has a context of 8192 tokens, for long prompts."""
-    home = tmp_path_factory.mktemp("long-home")
-    write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
-    return home
-
-
-@pytest.fixture(scope="session")
 def three_home(tmp_path_factory, smollm2):
     """Create a home with a tiny chat model, a tiny embedding model and a tiny reranker."""
     home = tmp_path_factory.mktemp("three-home")

@@ -89,12 +89,6 @@ def test_launch_pins_models_and_running_the_cell_again_changes_nothing(three_hom
         assert [model.id for model in lab.models() if model.pinned] == ["tiny-embedder"]
 
 
-@pytest.mark.anyio
-async def test_a_lab_on_the_kernels_loop_pins_models(three_home):
-    async with Lab(Settings(home=three_home, port=0, embedder="tiny-embedder")) as lab:
-        assert (await lab.aembed("a cat")).shape == (32,)
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "part"),
     [
