@@ -304,11 +304,9 @@ def test_a_home_without_experiments_and_a_foreign_file(tmp_path):
     assert repr(none).endswith("stored experiments: 0")
     none.delete(1)
     assert not none.path.exists()
-    with sqlite3.connect(tmp_path / "other.db") as connection:
-        connection.execute("CREATE TABLE t (x)")
-    connection.close()
+    (tmp_path / "notes.txt").write_text("not a database" * 100)
     with pytest.raises(InvalidRequestError, match="move it elsewhere"):
-        len(Experiments(tmp_path / "other.db"))
+        len(Experiments(tmp_path / "notes.txt"))
 
 
 def test_an_interrupted_evaluation_is_returned_but_not_stored(lab, monkeypatch):
