@@ -27,12 +27,6 @@ FRAME = pd.DataFrame(
 )
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
-        yield lab
-
-
 def test_rows_are_scored_except_rows_with_errors(lab):
     result = lab.evaluate(FRAME, "{text}", answer="answer")
     assert list(result.df.index) == ["a", "b", "c", "d"]

@@ -1,7 +1,7 @@
 """Fixtures that run servers on loopback sockets.
 
-``lab`` and ``http`` use the echo engine, other fixtures a tiny model. Tests that do not load or unload models share one
-server for the session.
+``lab`` uses the echo engine, other fixtures a tiny model. Tests that do not load or unload models share one server for
+the session.
 """
 
 import httpx2
@@ -53,12 +53,6 @@ def three_home(tmp_path_factory, smollm2):
     write_tiny_bert(home / "models" / "tiny-embedder")
     write_tiny_bert(home / "models" / "tiny-reranker", labels=1)
     return home
-
-
-@pytest.fixture(scope="session")
-def http(lab):
-    with httpx2.Client(base_url=lab.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture

@@ -19,12 +19,6 @@ def lab(three_home):
         yield lab
 
 
-@pytest.fixture
-def http(lab):
-    with httpx2.Client(base_url=lab.url, timeout=60) as client:
-        yield client
-
-
 def models_by_id(http):
     return {model["id"]: model for model in http.get("/admin/models").json()["models"]}
 

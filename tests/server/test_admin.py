@@ -6,7 +6,6 @@
 import math
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from lmx_lab.http.errors import status_of
@@ -26,12 +25,6 @@ ELSEWHERE = {"x-forwarded-for": "192.168.1.6"}
 def lab(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("home"), None) as lab:
         yield lab
-
-
-@pytest.fixture
-def http(lab):
-    with httpx2.Client(base_url=lab.url) as client:
-        yield client
 
 
 @pytest.mark.parametrize("action", ["load", "unload", "cancel"])
