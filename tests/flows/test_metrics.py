@@ -30,14 +30,6 @@ def test_a_refused_request_is_counted_with_its_code_and_without_its_model_name(f
     assert "no-such-model" not in fresh_http.get("/metrics").text
 
 
-def test_a_cancelled_request_is_counted(fresh_http):
-    with fresh_http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
-        next(response.iter_text())
-    while "requests_total{code=,kind=chat,outcome=cancelled}" not in (figures := scrape(fresh_http)):
-        assert figures.get("requests_total{code=,kind=chat,outcome=length}", 0) == 0
-    assert figures["requests_total{code=,kind=chat,outcome=cancelled}"] == 1
-
-
 def test_openmetrics_is_used_if_the_client_accepts_it(http):
     response = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
