@@ -90,6 +90,10 @@ class AdmissionControl:
             self.used_at = time.perf_counter()
         return [Permit(self) for _ in range(count)]
 
+    def touch(self) -> None:
+        """Count this moment as the last use of the model."""
+        self.used_at = time.perf_counter()
+
     def close(self, error: LabError | None) -> None:
         """Refuse new requests until ``reopen`` is called.
 

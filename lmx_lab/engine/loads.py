@@ -61,6 +61,7 @@ class Drain:
         self._replaced_by = replaced_by
         self._on_change = on_change
         self._changed = asyncio.Event()
+        self._kept = False
         self._why_ended = f"running requests had {limit_s:g} s to end"
         self._until: float | None = time.perf_counter() + limit_s
         """When the requests that are left end with an error (``time.perf_counter``); None without a time limit."""
@@ -85,6 +86,11 @@ class Drain:
             self._why_ended = "it was requested to stop running requests immediately"
         self._changed.set()
 
+    def keep(self) -> None:
+        """Let the model stay in memory: it accepts requests again, and its running ones continue."""
+        self._kept = True
+        self._changed.set()
+
     async def run(self) -> None:
         """Accept no more requests, wait until the accepted ones have ended, and end the rest at the time limit."""
         model, admission = self.model, self.model.admission
@@ -98,7 +104,7 @@ class Drain:
         self._changed.clear()
         if not self._finish_queued:
             await model.end(queued_error, queued_only=True)
-        while admission.active:
+        while admission.active and not self._kept:
             if self._changed.is_set() or admission.active != reported:
                 self._changed.clear()
                 reported = admission.active
@@ -113,7 +119,9 @@ class Drain:
             finally:
                 for task in tasks:
                     task.cancel()
-        if admission.active:
+        if self._kept:
+            admission.reopen()
+        elif admission.active:
             admission.close(queued_error)
             message = f"{self._reason} before this request ended, because {self._why_ended}; try again when a model is"
             await model.end(NotLoadedError(f"{message} loaded"))
@@ -164,18 +172,21 @@ class Change(Generic[Result]):
     @property
     def beside(self) -> bool:
         """Whether it loads an encoder that stays in memory next to the main model, which it does not replace."""
-        return self.spec is not None and self.spec.pin is True and (self.entry is None or self.entry.kind != "chat")
+        is_chat = self.entry is not None and self.entry.kind == "chat"
+        return self.spec is not None and self.spec.pin is True and not is_chat
 
     @property
     def state(self) -> ModelChange:
         """May be read on any thread."""
         return ModelChange(kind=self.kind, model=self.model, stage=self.stage, since=self.since)
 
-    def loads_same(self, entry: ModelEntry, spec: LoadSpec) -> bool:
-        """Return whether it loads these files in the same way."""
-        if self.entry is None or self.spec is None or self.beside:
+    def may_join(self, other: Change[Result]) -> bool:
+        """Return whether this load can wait for another one, which loads the same files in the same way."""
+        if self.entry is None or other.entry is None or self.spec is None or other.spec is None:
             return False
-        return self.entry.path == entry.path and same_options(self.spec, spec)
+        same = self.entry.path == other.entry.path and same_options(self.spec, other.spec)
+        # A pinned encoder takes the place of the main model only if it is loaded as such.
+        return same and (self.beside or not other.beside)
 
     def set_wait(self, wait: bool | None) -> None:
         """Change how long running requests may take; None changes nothing."""

@@ -20,7 +20,7 @@ from lmx_lab.errors import (
     OutOfMemoryError,
     UnusableModelError,
 )
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry, Unloading
 
 Kinds = tuple[Kind, ...]
@@ -108,14 +108,24 @@ def check_unload(name: str, now: EngineSnapshot, *, local: bool) -> None:
     Raises:
         InvalidRequestError: the model is pinned, or not in memory.
     """
-    model = loaded_id(name, entries_in_memory(now), local=local)
-    state = next((state for state in now.models if state.entry.id == model), None)
-    if state is None:
-        loaded = ", ".join(state.entry.id for state in now.models if not state.pinned)
-        verb = "are" if "," in loaded else "is"
-        raise InvalidRequestError(f"{name[:200]} is not loaded, {loaded or 'no model'} {verb}", param="model")
+    state = check_loaded(name, now, local=local)
     if state.pinned and (state is not now.main or state.entry.kind == "chat"):
         raise pinned_refusal(state.entry.id)
+
+
+def check_loaded(name: str, now: EngineSnapshot, *, local: bool) -> ModelState:
+    """Return the model in memory that has this name.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    model = loaded_id(name, entries_in_memory(now), local=local)
+    for state in now.models:
+        if state.entry.id == model:
+            return state
+    loaded = [state.entry.id for state in now.models if not state.pinned] or [state.entry.id for state in now.models]
+    verb = "are" if len(loaded) > 1 else "is"
+    raise InvalidRequestError(f"{name[:200]} is not loaded, {', '.join(loaded) or 'no model'} {verb}", param="model")
 
 
 def pinned_refusal(model: str) -> InvalidRequestError:

@@ -43,6 +43,7 @@ from lmx_lab.engine.lookup import (
     NONE_LOADED,
     RERANK,
     Kinds,
+    check_loaded,
     check_pinned_kind,
     check_unload,
     find_model,
@@ -281,13 +282,11 @@ class ModelManager:
         self._loop = asyncio.get_running_loop()
         self._now = InMemory()
         self._missing: list[Model] = []
-        """Pinned models that their engines have lost, and that are to be loaded again."""
-        self._idle_spec: LoadSpec | None = None
-        """The spec of the model that was unloaded because it was idle (``EngineSnapshot.idle_model``)."""
+        """Pinned models that their engines have lost. They are loaded again at once, or before the next load."""
+        self._idle_specs: dict[str, LoadSpec] = {}
+        """How to load the models again that were unloaded because they were idle, by id."""
         self._changing = asyncio.Lock()
         """Held by the change that is in progress."""
-        # Models are read into memory one at a time, so that the memory of the others is known.
-        self._entering = asyncio.Lock()
         self._loads: list[Change[LoadReport]] = []
         """The loads that are in progress or wait for another change."""
         self._unloading: Change[int] | None = None
@@ -369,7 +368,9 @@ class ModelManager:
         # twice.
         totals = replace(self._ended_totals)
         now = self._now
-        draining = change.drain if (change := self._change) is not None and change.stage == "draining" else None
+        if (change := self._change) is not None and change.beside:
+            change = None
+        draining = change.drain if change is not None and change.stage == "draining" else None
         states = [
             model.state(unloading=draining.state if draining is not None and draining.model is model else None)
             for model in now.models
@@ -473,12 +474,12 @@ class ModelManager:
 
     def unpinned(self) -> Sequence[LoadSpec]:
         """Return the loads of the encoders that the settings name and that are not in memory."""
-        present = {pinned.entry.kind for pinned in self.snapshot.pinned}
-        named: list[tuple[str | None, Kind]] = [
-            (self.settings.embedder, "embedding"),
-            (self.settings.reranker, "rerank"),
+        pinned = [state.entry for state in self.snapshot.pinned]
+        return [
+            LoadSpec(model=name, pin=True)
+            for name in (self.settings.embedder, self.settings.reranker)
+            if name is not None and not any(entry.id == loaded_id(name, pinned, local=True) for entry in pinned)
         ]
-        return [LoadSpec(model=name, pin=True) for name, kind in named if name is not None and kind not in present]
 
     # Loads
 
@@ -622,33 +623,42 @@ class ModelManager:
         entry, engine = await change.run(self._find(spec, change.files, local=local))
         change.entry = entry
         self._check_kind(spec, entry)
-        if change.beside:
-            if change.files is None:
-                await change.run(self._finder.check(entry))
-            if self._lending is not None:
-                self._check_free()
-            self._report(load_progress(entry))
-            return await change.run(self._load_beside(entry, spec, engine))
-        if not self._changing.locked():
+        if change.beside or not self._changing.locked():
             model = await self._find_loaded(entry, spec)
-            if model is not None and not self._replaces_main(model):
-                return self._use_again(model, entry, spec)
-        other = next((it for it in self._loads if it is not change and it.loads_same(entry, spec)), None)
+            if model is not None and (change.beside or not (self._changing.locked() or self._replaces_main(model))):
+                return self._use_again(model, entry, change)
+        # Only an earlier load is joined, so that two of them never wait for each other.
+        earlier = self._loads[: self._loads.index(change)]
+        other = next((it for it in earlier if change.may_join(it)), None)
         if other is not None:
-            other.set_wait(spec.wait)
-            return await asyncio.shield(other.done)
+            return await self._share(change, other, entry, spec)
         if if_busy == "replace":
             for it in self._loads:
                 if it.entry is not None and not it.beside and it.entry.path != entry.path:
                     error = NotLoadedError(f"the load of {it.entry.id} was cancelled: {entry.id} is loaded instead")
                     it.cancel(error, restores=False)
-        if if_busy == "refuse":
+        if self._lending is not None if change.beside else if_busy == "refuse":
             self._check_free()
         async with self._in_progress(change):
             if change.files is None:
                 await change.run(self._finder.check(entry))
             self._report(load_progress(entry))
-            return await self._load_in_turn(change, entry, spec, engine, finish_queued=finish_queued)
+            report = await self._load_in_turn(change, entry, spec, engine, finish_queued=finish_queued)
+            return replace(report, context_length=None) if change.beside else report
+
+    async def _share(
+        self, change: Change[LoadReport], other: Change[LoadReport], entry: ModelEntry, spec: LoadSpec
+    ) -> LoadReport:
+        """Wait for a load of the same model that has begun earlier, and return its report."""
+
+        async def wait() -> LoadReport:
+            return await asyncio.shield(other.done)
+
+        other.set_wait(spec.wait)
+        report = await change.run(wait())
+        if (model := await self._find_loaded(entry, spec)) is not None:
+            self._use_again(model, entry, change)
+        return report
 
     async def _find(self, spec: LoadSpec, entry: ModelEntry | None, *, local: bool) -> tuple[ModelEntry, Engine]:
         """Return the files to load, with those of the draft model, and their engine.
@@ -679,10 +689,12 @@ class ModelManager:
                 return model if model in self._now.models else None
         return None
 
-    def _use_again(self, model: Model, entry: ModelEntry, spec: LoadSpec, *, takes_main: bool = True) -> LoadReport:
+    def _use_again(self, model: Model, entry: ModelEntry, change: Change[LoadReport]) -> LoadReport:
         """Return the report of a load of a model that is in memory."""
-        model.keep(pin=spec.pin, ttl_s=spec.ttl_s)
-        if takes_main:
+        if change.spec is not None:
+            self._keep(model, pin=change.spec.pin, ttl_s=change.spec.ttl_s)
+        model.admission.touch()
+        if change.takes_main and not change.beside:
             # The newest one is the last.
             others = (other for other in self._now.loaded if other is not model)
             self._now = replace(self._now, loaded=(*others, model), main=model, failure=None, unloaded=None)
@@ -695,25 +707,32 @@ class ModelManager:
         """Load a model, after others have left memory for it; if that fails, load those again."""
         change.check()
         present = await self._find_loaded(entry, spec)
-        if present is not None and not (change.takes_main and self._replaces_main(present)):
-            return self._use_again(present, entry, spec, takes_main=change.takes_main)
+        if present is not None and (change.beside or not (change.takes_main and self._replaces_main(present))):
+            return self._use_again(present, entry, change)
         # A model that cannot be loaded is refused while the others still answer.
-        started = self._loop.time()
-        leaving = await change.run(self._choose_leaving(entry, spec, engine, present))
+        started, main = self._loop.time(), self._now.main
+        leaving = await change.run(self._choose_leaving(change, entry, engine, present))
         checked_s = self._loop.time() - started
-        await change.run(self._load_missing())
+        await change.run(self._load_missing(besides=entry))
         left: list[Model] = []
-        main, before = self._now.main, next((model for model in leaving if _is_same(model, entry)), None)
         try:
-            for model in leaving:
-                why = f"the model was replaced by {entry.id}"
-                await self._unload_after_drain(model, why, change, finish_queued=finish_queued)
-                left.append(model)
-                self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
+            while leaving:
+                for model in leaving:
+                    why = f"the model was replaced by {entry.id}"
+                    if await self._unload_after_drain(model, why, change, finish_queued=finish_queued) is not None:
+                        left.append(model)
+                        self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
+                # Others leave in place of a model that was pinned in the meantime.
+                stayed = any(model not in left for model in leaving)
+                leaving = await change.run(self._choose_leaving(change, entry, engine, present)) if stayed else []
             change.stage = "loading"
-            entered, report = await change.run(self._enter(entry, spec, engine, as_main=change.takes_main))
+            if present is not None:
+                return self._use_again(present, entry, change)
+            report = await change.run(self._enter(entry, spec, engine, as_main=change.takes_main and not change.beside))
+            before = next((model for model in (*left, *self._missing) if _is_same(model, entry)), None)
             if before is not None:
-                entered.keep_as(before, spec)
+                self._now.loaded[-1].keep_as(before, spec)
+                self._missing = [model for model in self._missing if model is not before]
             return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
         except LabError as exc:
             # Not the exception, which refers to this frame, and so to the models that have left.
@@ -727,7 +746,7 @@ class ModelManager:
         return _is_beside(model) and model is not self._now.main
 
     async def _choose_leaving(
-        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, present: Model | None
+        self, change: Change[LoadReport], entry: ModelEntry, engine: Engine, present: Model | None
     ) -> list[Model]:
         """Let the engine check a model, and return the models that leave memory for it.
 
@@ -737,20 +756,23 @@ class ModelManager:
         Raises:
             OutOfMemoryError: the model does not fit next to those that are pinned.
         """
-        same = [model for model in self._now.models if _is_same(model, entry) and model is not present]
-        others = [model for model in self._now.models if not model.pinned and model not in same]
+        assert change.spec is not None
+        resident, models = self.settings.resident, self._now.models
+        same = [model for model in models if _is_same(model, entry) and model is not present]
+        others = [model for model in models if not model.pinned and model not in same]
         others.sort(key=lambda model: (model.admission.active > 0, model.admission.used_at))
-        resident = self.settings.resident
-        surplus = 0 if resident == "auto" else max(0, len(others) + 1 - resident)
-        for count in range(surplus, len(others) + 1):
+        # Pinned models do not count. An encoder that is pinned next to the only other model does not remove it.
+        surplus = 0 if resident == "auto" or change.spec.pin else max(0, len(others) + 1 - resident)
+        most = 0 if change.beside and resident == 1 else len(others)
+        for count in range(surplus, most + 1):
             leaving = [*same, *others[:count]]
             without = leaving if present is None else [*leaving, present]
             try:
-                await self._check_loadable(entry, spec, engine, self._room_bytes(engine, without=without))
+                await self._check_loadable(entry, change.spec, engine, self._room_bytes(engine, without=without))
             except OutOfMemoryError as exc:
-                if count < len(others):
+                if count < most:
                     continue
-                pinned = [model.entry.id for model in self._now.models if model.pinned and model not in same]
+                pinned = [model.entry.id for model in models if model.pinned and model not in without]
                 if not pinned:
                     raise
                 note = (
@@ -768,7 +790,7 @@ class ModelManager:
             main: The main model before the load.
         """
         if not left:
-            return f"; {main.entry.id} is still loaded" if main is not None else NONE_LOADED
+            return f"; {main.entry.id} is still loaded" if main in self._now.models and main else NONE_LOADED
         outcome = ""
         for model in left:
             name = model.entry.id
@@ -782,10 +804,9 @@ class ModelManager:
 
     async def _reload(self, model: Model, *, as_main: bool) -> None:
         entry, spec, engine = model.entry, model.spec, self.engine(engine_for(model.entry.format).name)
-        if model not in self._now.models:
-            await self._check_loadable(entry, spec, engine, self._room_bytes(engine))
-        loaded, _ = await self._enter(entry, spec, engine, as_main=as_main)
-        loaded.keep_as(model)
+        await self._check_loadable(entry, spec, engine, self._room_bytes(engine))
+        await self._enter(entry, spec, engine, as_main=as_main)
+        self._now.loaded[-1].keep_as(model)
 
     def _room_bytes(self, engine: Engine, *, without: Sequence[Model] = ()) -> int:
         """Return the memory that a model may use next to those in memory.
@@ -805,29 +826,24 @@ class ModelManager:
         check = engine.check(entry, spec, room_bytes=room_bytes)
         await within_limit(check, entry, self.settings.load_timeout_s)
 
-    async def _enter(
-        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, *, as_main: bool
-    ) -> tuple[Model, LoadReport]:
-        """Read a model into memory, unless it is there, and return it with the report of its load.
+    async def _enter(self, entry: ModelEntry, spec: LoadSpec, engine: Engine, *, as_main: bool) -> LoadReport:
+        """Read a model into memory; it is the last one of ``InMemory.loaded`` then.
 
         Args:
             as_main: Whether it becomes the main model even if there is one.
         """
-        async with self._entering:
-            if (model := await self._find_loaded(entry, spec)) is not None:
-                return model, self._use_again(model, entry, spec, takes_main=as_main)
-            started = self._loop.time()
-            entry = await in_thread(functools.partial(with_marks, entry))
-            load = engine.load(entry, spec, room_bytes=self._room_bytes(engine))
-            model = await within_limit(load, entry, self.settings.load_timeout_s)
-            if (lost := model.lost) is not None:
-                raise type(lost)(lost.message)
-            now = self._now
-            self._now = replace(now, loaded=(*now.loaded, model))
-            if as_main or (now.main is None and not _is_beside(model)):
-                self._now = replace(self._now, main=model, failure=None, unloaded=None)
-            self._set_idle_timer()
-        return model, _load_report(model, entry, self._loop.time() - started)
+        started = self._loop.time()
+        entry = await in_thread(functools.partial(with_marks, entry))
+        load = engine.load(entry, spec, room_bytes=self._room_bytes(engine))
+        model = await within_limit(load, entry, self.settings.load_timeout_s)
+        if (lost := model.lost) is not None:
+            raise type(lost)(lost.message)
+        model.admission.touch()
+        self._idle_specs.pop(entry.id, None)
+        self._now = replace(self._now, loaded=(*self._now.loaded, model))
+        if as_main or (self._now.main is None and not _is_beside(model)):
+            self._now = replace(self._now, main=model, failure=None, unloaded=None)
+        return _load_report(model, entry, self._loop.time() - started)
 
     async def _drop(self, model: Model, error: LabError) -> int:
         """Unload a model that was removed from ``_now``; return the bytes that this released."""
@@ -868,32 +884,50 @@ class ModelManager:
         """
 
         async def keep() -> ModelState:
-            named = self.model_for(model, ANY_KIND, local=local)
+            name = self.settings.ids_by_alias.get(model, model)
+            named = self.model_for(name, ANY_KIND, local=local)
+            if named is None and pin is False:
+                named = self._forget_missing(name, local=local)
             if named is None:
-                check_unload(model, self.snapshot, local=local)
-                raise AssertionError("unreachable")
-            named.keep(pin=pin, ttl_s=ttl_s)
+                check_loaded(name, self.snapshot, local=local)
+                raise NotLoadedError(f"{name[:200]} has just been unloaded; {LOAD_FIRST}")
+            self._keep(named, pin=pin, ttl_s=ttl_s)
             self._set_idle_timer()
             return named.state()
 
         return await self._run(keep)
 
-    async def _load_beside(self, entry: ModelEntry, spec: LoadSpec, engine: Engine) -> LoadReport:
-        """Load an encoder that stays next to the main model."""
-        started, before = self._loop.time(), next((it for it in self._now.models if _is_same(it, entry)), None)
-        if (model := await self._find_loaded(entry, spec)) is None:
-            leaving = [before] if before is not None and before is not self._now.main else []
-            await self._check_loadable(entry, spec, engine, self._room_bytes(engine, without=leaving))
-        checked_s = self._loop.time() - started
-        model, report = await self._enter(entry, spec, engine, as_main=False)
-        if before is not None and before is not model and before is not self._now.main:
-            self._now = self._now.without(before)
-            await self._drop(before, NotLoadedError(f"{entry.id} was loaded again with other options"))
-        return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms, context_length=None)
+    def _keep(self, model: Model, *, pin: bool | None, ttl_s: TimeToLive | None) -> None:
+        """Change how long a model stays in memory. If it is about to leave, a pin lets it stay.
 
-    async def _load_missing(self) -> None:
-        """Load pinned models again that their engines have lost."""
+        Raises:
+            ModelBusyError: the model is pinned while it is being unloaded by request.
+        """
+        drain = self._change.drain if self._change is not None else None
+        if pin and drain is not None and drain.model is model:
+            if self._change is self._unloading and model.entry.kind == "chat":
+                self._check_free()
+            drain.keep()
+        model.keep(pin=pin, ttl_s=ttl_s)
+        if ttl_s is not None:
+            model.admission.touch()
+
+    def _forget_missing(self, name: str, *, local: bool) -> Model | None:
+        """Do not load the pinned model of this name again, which its engine has lost. Return it, if there is one."""
+        id_ = loaded_id(name, [model.entry for model in self._missing], local=local)
+        found = next((model for model in self._missing if model.entry.id == id_), None)
+        self._missing = [model for model in self._missing if model is not found]
+        return found
+
+    async def _load_missing(self, *, besides: ModelEntry | None = None) -> None:
+        """Load pinned models again that their engines have lost.
+
+        Args:
+            besides: A model that is about to be loaded.
+        """
         for model in list(self._missing):
+            if besides is not None and _is_same(model, besides):
+                continue
             self._report(load_progress(model.entry))
             try:
                 await self._reload(model, as_main=False)
@@ -903,6 +937,13 @@ class ModelManager:
             else:
                 self._missing = [other for other in self._missing if other is not model]
                 self._report(ModelEvent(model=model.entry.id, stage="loaded"))
+
+    async def _reload_missing(self, model: Model) -> None:
+        """Load a pinned model again that its engine has lost, as soon as no other load or unload is in progress."""
+        spec = replace(model.spec, pin=True)
+        change: Change[LoadReport] = Change(kind="load", name=spec.model, done=self._loop.create_future(), spec=spec)
+        async with self._in_progress(change):
+            await self._load_missing()
 
     # Unloads
 
@@ -935,6 +976,8 @@ class ModelManager:
                 _cancel(loads)
                 await asyncio.wait([change.done for change in loads])
                 return 0
+            if model is not None and self._forget_missing(model, local=local) is not None:
+                return 0
             if model is not None:
                 check_unload(model, self.snapshot, local=local)
             elif self._now.main is not None and self._now.main.pinned and not _is_beside(self._now.main):
@@ -965,7 +1008,8 @@ class ModelManager:
         """
         requested = self._unloading if self._unloading is not None and not self._unloading.done.done() else None
         if model is None:
-            return requested
+            is_of_main = requested is not None and requested.entry in (None, self._main_entry())
+            return requested if is_of_main else None
         if wait is None and self._loads_of(model):
             return None
         if requested is not None and requested.entry is not None:
@@ -977,6 +1021,9 @@ class ModelManager:
         entry = drain.model.entry
         return drain if loaded_id(model, [entry], local=local) == entry.id else None
 
+    def _main_entry(self) -> ModelEntry | None:
+        return self._now.main.entry if self._now.main is not None else None
+
     async def _unload(self, change: Change[int], named: Model | None) -> None:
         """Unload a model that a caller has named, or the main one."""
         try:
@@ -985,7 +1032,8 @@ class ModelManager:
                 model = self._now.main if named is None else named if named in self._now.models else None
                 if model is not None:
                     change.entry = model.entry
-                    freed = await self._unload_after_drain(model, "the model was unloaded", change, cause="requested")
+                    why = "the model was unloaded"
+                    freed = await self._unload_after_drain(model, why, change, cause="requested") or 0
                 elif named is None:
                     # Nothing is loaded: the idle model is no longer loaded again for a request.
                     unloaded = self._now.unloaded
@@ -1006,10 +1054,11 @@ class ModelManager:
         finish_queued: bool = False,
         cause: UnloadCause | None = None,
         limit_s: float | None = None,
-    ) -> int:
-        """Unload a model after its requests have ended; return the bytes that this released.
+    ) -> int | None:
+        """Unload a model after its requests have ended; return the bytes that this released. None if it stays as it is,
+        because it was pinned in the meantime.
 
-        A pinned encoder stays in memory, and only ceases to be the main model.
+        If a pinned encoder is unloaded, it only ceases to be the main model.
 
         Args:
             change: The load that needs the room, or the unload. If a load is cancelled before the model is unloaded,
@@ -1030,7 +1079,8 @@ class ModelManager:
             on_change=report,
         )
         try:
-            if not self._stays(model, change):
+            is_encoder = change.kind == "unload" and _is_beside(model)
+            if not is_encoder:
                 change.stage = "draining"
                 try:
                     await change.run(drain.run())
@@ -1038,18 +1088,20 @@ class ModelManager:
                     model.admission.reopen()
                     drain.finish(0)
                     raise
+                replaces_itself = change.entry is not None and _is_same(model, change.entry)
+                if model.pinned and not replaces_itself and change.spec is not None:
+                    model.admission.reopen()
+                    drain.finish(0)
+                    return None
             change.stage = "unloading"
-            # It may have been pinned in the meantime.
-            if stays := self._stays(model, change):
+            # An encoder may have been pinned in the meantime.
+            if stays := change.kind == "unload" and _is_beside(model):
                 model.admission.reopen()
-            now = self._now
-            if cause is not None:
-                now, self._idle_spec = (
-                    replace(now, unloaded=(model.entry.id, cause)),
-                    replace(model.spec, pin=None),
-                )
-            # The cause is known before the memory is released.
-            self._now = replace(now.without(model, stays=stays), failure=None)
+            now = replace(self._now.without(model, stays=stays), failure=None)
+            if cause == "idle":
+                self._idle_specs[model.entry.id] = model.spec_now
+            # The cause is known before the memory is released. It explains why there is no main model.
+            self._now = replace(now, unloaded=(model.entry.id, cause)) if cause and now.main is None else now
             error = NotLoadedError("the model was unloaded before this request ended")
             freed = 0 if stays else await self._drop(model, error)
         except BaseException as exc:
@@ -1059,14 +1111,6 @@ class ModelManager:
             change.drain = None
         drain.finish(freed)
         return freed
-
-    def _stays(self, model: Model, change: Change[Any]) -> bool:
-        """Return whether a model stays in memory although room is made for a load, or it is to be unloaded. It may have
-        been pinned in the meantime.
-        """
-        if change.kind == "unload":
-            return _is_beside(model)
-        return model.pinned and change.entry is not None and not _is_same(model, change.entry)
 
     # Changes
 
@@ -1084,7 +1128,7 @@ class ModelManager:
             self._schedule_next()
 
     def _check_free(self) -> None:
-        """Check that no load or unload is in progress.
+        """Check that no load or unload is in progress. One of a pinned encoder does not last long.
 
         Raises:
             ModelBusyError: one is in progress.
@@ -1092,6 +1136,8 @@ class ModelManager:
         if not self._changing.locked():
             return
         change, remedy = self._change, "try again when that is done"
+        if change is not None and change.beside:
+            return
         loads = change is not None and change.kind == "load"
         doing = f"{change.model} is being loaded" if change is not None and loads else "the model is being unloaded"
         if change is not None and change.drain is not None and change.stage == "draining":
@@ -1161,7 +1207,7 @@ class ModelManager:
             change.stage = "loading"
             unloaded.set_result(None)
             await self._taken_back.wait()
-            self._missing += [model for model in models if model is not main]
+            self._missing += [model for model in models if model is not main and model not in self._missing]
             await self._load_missing()
             self._missing = [model for model in self._missing if model.pinned]
             if main is not None:
@@ -1187,7 +1233,8 @@ class ModelManager:
             now = replace(now, failure=error, unloaded=(name, "memory") if out_of_memory else now.unloaded)
         self._now = now
         self._count_ended(model)
-        reloads = (by_request or model.pinned) and self._lending is None and self._may_reload(name)
+        by_load = by_request and (was_main or not model.pinned)
+        reloads = (by_load or model.pinned) and self._lending is None and self._may_reload(name)
         if model.pinned:
             self._missing.append(model)
         if model.pinned or not was_main:
@@ -1196,14 +1243,16 @@ class ModelManager:
             self._report(ModelEvent(model=name, stage="unloaded", message=message))
         elif out_of_memory:
             self._report(ModelEvent(model=name, stage="unloaded", message="out of memory"))
-        if reloads and by_request and (was_main or not model.pinned):
-            spec = replace(model.spec, pin=None)
+        if reloads and by_load:
+            spec = replace(model.spec_now, pin=None)
+            # If the main model is being loaded again, this one was the main model only in the meantime.
+            takes_main = was_main and not any(it.takes_main for it in self._loads)
             load = self._join_load(
-                spec, model.entry, local=True, finish_queued=False, if_busy="refuse", takes_main=was_main
+                spec, model.entry, local=True, finish_queued=False, if_busy="wait", takes_main=takes_main
             )
             self._start_reload(load)
         elif reloads:
-            self._start_reload(self._load_missing())
+            self._start_reload(self._reload_missing(model))
         self._schedule_next()
 
     def _start_reload(self, work: Coroutine[Any, Any, object]) -> None:
@@ -1222,20 +1271,17 @@ class ModelManager:
     def _post_idle(self) -> None:
         """React to a model that has no requests left. May be called from any thread."""
         # Skipped if nothing depends on it, since a client that sends one request at a time causes this call each time.
-        if self._has_time_to_live or self.settings.swap or self._change is not None:
+        has_ttl = any(model.ttl_s is not None for model in self._now.loaded)
+        if has_ttl or self.settings.swap or self._change is not None:
             self._post(self._schedule_next)
-
-    @property
-    def _has_time_to_live(self) -> bool:
-        return any(model.ttl_s is not None for model in self._now.loaded)
 
     def _set_idle_timer(self) -> None:
         """Set the timer to the time at which the next model has been idle for its time to live."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
-        # The end of the last request of a model, or of the change, calls this method again.
-        if self._changing.locked():
+        # The end of the last request of a model, of the change, or of the turn calls this method again.
+        if self._changing.locked() or self._swaps.has_turn:
             return
         now, main = self._now, self._now.main
         ends = [
@@ -1274,8 +1320,9 @@ class ModelManager:
             kind="unload", name=model.entry.id, done=self._loop.create_future(), entry=model.entry
         )
         async with self._in_progress(change):
-            idle_s = (model.ttl_s if cause == "idle" else 0.0) if model in self._now.models else None
-            if idle_s is None:
+            idle_s = model.ttl_s if cause == "idle" else 0.0
+            stays = model.pinned and not _is_beside(model)
+            if idle_s is None or stays or self._swaps.has_turn or model not in self._now.models:
                 return
             why = "it was idle" if cause == "idle" else "memory was short"
             model.admission.close(NotLoadedError(f"{change.name} was unloaded because {why}; load it again"))
@@ -1520,6 +1567,8 @@ class ModelManager:
                         loaded = await self._load_for_request(wanted, kinds)
                 finally:
                     turn.close()
+                    # After the turn, which ends in a callback.
+                    self._loop.call_soon(self._set_idle_timer)
         except TimeoutError:
             message = f"the model was not loaded within the request's time limit of {limit_s:g} s; load it first"
             raise GenerationTimeoutError(message, param="model") from None
@@ -1558,7 +1607,7 @@ class ModelManager:
         if model is None or any(model == state.entry.id for state in now.models):
             return model
         # Decided before the load, after which the snapshot no longer shows that this was the idle model.
-        local, idle_spec = is_idle_path(model, now), self._idle_spec if model == now.idle_model else None
+        local, idle_spec = is_idle_path(model, now), self._idle_specs.get(model)
         try:
             entry = await self._resolve(model, kinds, local=local)
         except (ModelNotFoundError, InvalidRequestError):

@@ -16,7 +16,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
@@ -225,6 +225,11 @@ class LoadedModel(ABC, Generic[Row]):
         self.pinned = self.pinned if pin is None else pin
         if ttl_s is not None:
             self.ttl_s = None if ttl_s == "never" else ttl_s
+
+    @property
+    def spec_now(self) -> LoadSpec:
+        """How to load it again so that it stays in memory as long as now."""
+        return replace(self.spec, pin=self.pinned or None, ttl_s="never" if self.ttl_s is None else self.ttl_s)
 
     def keep_as(self, before: LoadedModel[Any], spec: LoadSpec | None = None) -> None:
         """Let the model stay in memory as long as one that it replaces, unless the load says otherwise."""

@@ -138,6 +138,11 @@ class SwapQueue:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    @property
+    def has_turn(self) -> bool:
+        """Whether a request has its turn."""
+        return self._current is not None
+
     def ticket(self, model: str | None, *, limited: bool) -> Ticket:
         """Return a ticket at the end of the queue. Then ``wait`` waits for its turn, and ``leave`` ends the turn.
 

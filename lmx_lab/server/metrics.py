@@ -127,10 +127,15 @@ class _EngineCollector(Collector):
             "lmx_lab_resident_memory_bytes", "Memory of each model in memory.", labels=("model",)
         )
         running = GaugeMetricFamily("lmx_lab_resident_requests", "Requests of each model in memory.", labels=("model",))
+        # Models that were loaded by their paths may have the same public id.
+        sums: dict[str, tuple[int, int]] = {}
         for state in now.models:
-            labels = (public_id(state.entry.id, local=False),)
-            resident.add_metric(labels, state.memory_bytes)
-            running.add_metric(labels, state.requests)
+            name = public_id(state.entry.id, local=False)
+            memory_bytes, requests = sums.get(name, (0, 0))
+            sums[name] = memory_bytes + state.memory_bytes, requests + state.requests
+        for name, (memory_bytes, requests) in sums.items():
+            resident.add_metric((name,), memory_bytes)
+            running.add_metric((name,), requests)
         yield from (resident, running)
 
 

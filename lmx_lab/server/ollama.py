@@ -159,7 +159,7 @@ async def _load_or_unload(manager: ModelManager, body: OllamaGenerationBody, req
     """Load the model of a request without a prompt, or unload it."""
     name, local = known_model(body.model, manager.settings), is_local(request.scope)
     resident = manager.model_for(name, CHAT, local=local)
-    if body.unloads or resident is None or body.ttl_s is not None:
+    if body.unloads or resident is None:
         check_admin(manager, local=local)
     if body.unloads and resident is not None:
         await manager.unload(name, local=local)
@@ -174,7 +174,8 @@ async def _load_or_unload(manager: ModelManager, body: OllamaGenerationBody, req
             # With this setting, the loaded model answers requests for unknown models.
             if not manager.settings.any_model or manager.model_for(None, CHAT) is None:
                 raise
-    elif resident is not None and body.ttl_s is not None:
+    elif resident is not None and body.ttl_s is not None and (local or manager.settings.lan_admin):
+        # Other callers may load nothing, and this model is loaded already: they get the answer that it is.
         await manager.keep(resident.entry.id, ttl_s=body.ttl_s)
     shared: dict[str, Any] = {
         "model": body.model,

@@ -36,7 +36,7 @@ def _check_time_to_live(value: object) -> object:
 
 
 TimeToLive: TypeAlias = Annotated[
-    Annotated[float, Limits(ge=0, allow_inf_nan=False)] | Literal["never"], Limits(_check_time_to_live)
+    Annotated[float, Limits(ge=0, le=30 * 86_400, allow_inf_nan=False)] | Literal["never"], Limits(_check_time_to_live)
 ]
 """Seconds without requests after which a model is unloaded."""
 

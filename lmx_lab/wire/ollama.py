@@ -78,6 +78,8 @@ def read_duration(value: Any) -> float:
     return seconds
 
 
+LONGEST_S = 30 * 86_400.0
+"""Longest time to live of a model; a longer one means that it stays."""
 OllamaDuration = Annotated[
     float, BeforeValidator(read_duration), WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
 ]
@@ -139,7 +141,8 @@ class OllamaBody(LenientModel):
     @property
     def ttl_s(self) -> TimeToLive | None:
         """Time to live of the model that the request loads; None if the request does not say."""
-        return "never" if self.keep_alive is not None and self.keep_alive < 0 else self.keep_alive
+        is_long = self.keep_alive is not None and not 0 <= self.keep_alive <= LONGEST_S
+        return "never" if is_long else self.keep_alive
 
     @property
     def unloads(self) -> bool:

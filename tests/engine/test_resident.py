@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from lmx_lab.errors import (
     OutOfMemoryError,
     UnusableModelError,
 )
+from lmx_lab.server.metrics import Metrics
 from lmx_lab.values.models import LoadSpec
 from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, TWO, answer, echo_entry, request, running, start_answer
 from tests.support.engines import load_entry
@@ -139,6 +141,27 @@ async def test_a_cancelled_load_leaves_the_models_in_memory(lab):
     assert in_memory(lab) == ["two", "one"]
 
 
+async def test_loads_that_differ_only_in_how_long_the_model_stays_are_joined(lab):
+    await load(lab, TWO)
+    lab.engine.resume.clear()
+    options = [{}, {"wait": False}, {"wait": True}, {"ttl_s": 600.0}, {"pin": True}]
+    loads = [asyncio.create_task(lab.manager.load(LoadSpec(model="one", **each))) for each in options]
+    await auntil(lambda: len(lab.engine.specs) == 2)
+    lab.engine.resume.set()
+    async with asyncio.timeout(20):
+        assert [(await each).model for each in loads] == ["one"] * 5
+    state = lab.manager.snapshot.main
+    assert (state.entry.id, state.pinned, state.ttl_s) == ("one", True, 600)
+    assert [spec.model for spec in lab.engine.specs] == ["two", "one"]
+
+
+async def test_an_encoder_that_is_loaded_in_two_ways_at_once_is_in_memory_once(lab):
+    await asyncio.gather(load(lab, EMBEDDER, pin=True), load(lab, EMBEDDER, prompt_lookup=False))
+    assert [state.entry.id for state in lab.manager.snapshot.models] == ["embedder"]
+    await load(lab, EMBEDDER, prompt_lookup=True, pin=True)
+    assert [state.entry.id for state in lab.manager.snapshot.models] == ["embedder"]
+
+
 # Memory
 
 
@@ -170,8 +193,8 @@ async def test_unused_models_leave_if_memory_is_short_but_the_main_one_stays(lab
     await stream.aclose()
     await auntil(lambda: lab.manager.models[1].admission.active == 0)
     lab.manager.budget.evict(10**9)
-    await auntil(lambda: in_memory(lab) == ["two"])
-    assert (lab.progress[-1].model, lab.progress[-1].message) == ("one", "memory is short")
+    await auntil(lambda: (lab.progress[-1].model, lab.progress[-1].message) == ("one", "memory is short"))
+    assert in_memory(lab) == ["two"]
     lab.manager.budget.evict(10**9)
     assert await answer(lab, "two") == "two"
 
@@ -206,8 +229,8 @@ async def test_the_only_model_may_be_pinned_and_is_then_not_unloaded():
 async def test_a_model_leaves_after_its_time_to_live(lab):
     await load(lab, ONE, ttl_s=0.05)
     await load(lab, TWO)
-    await auntil(lambda: in_memory(lab) == ["two"])
-    assert lab.progress[-1].message == "idle for 0.05 s"
+    await auntil(lambda: lab.progress[-1].message == "idle for 0.05 s")
+    assert in_memory(lab) == ["two"]
     await lab.manager.keep("two", ttl_s=0)
     await auntil(lambda: in_memory(lab) == [])
     assert lab.manager.snapshot.unload_cause == "idle"
@@ -220,6 +243,81 @@ async def test_a_pinned_model_and_one_that_stays_have_no_time_to_live():
         await load(lab, THREE)
         await auntil(lambda: in_memory(lab) == ["two", "one"])
         assert [state.ttl_s for state in lab.manager.snapshot.models] == [None, 0.05]
+
+
+async def test_a_model_that_is_pinned_while_it_leaves_for_a_load_stays_and_another_one_leaves(lab):
+    await load(lab, ONE, TWO)
+    streams = [await lab.manager.submit(request(name, tokens=8000)) for name in ("one", "two")]
+    loading = asyncio.create_task(load_entry(lab.manager, THREE, LoadSpec(model="three", wait=True)))
+    await auntil(lambda: any(state.unloading for state in lab.manager.snapshot.models))
+    await lab.manager.keep("one", pin=True)
+    await loading
+    # Pinned models do not count, so the other one need not leave.
+    assert in_memory(lab) == ["three", "one", "two"]
+    assert ("one", "unloaded") not in lab.stages
+    assert await answer(lab, "one") == "one"
+    for stream in streams:
+        assert [await anext(stream)]
+        stream.close()
+
+
+async def test_a_model_that_is_being_unloaded_by_request_cannot_be_pinned(lab):
+    await load(lab, ONE, TWO)
+    stream = await lab.manager.submit(request("one", tokens=8000))
+    unloading = asyncio.create_task(lab.manager.unload("one", wait=True))
+    await auntil(lambda: any(state.unloading for state in lab.manager.snapshot.models))
+    with pytest.raises(ModelBusyError, match="the model is being unloaded"):
+        await lab.manager.keep("one", pin=True)
+    stream.close()
+    assert await unloading > 0
+
+
+async def test_a_pinned_model_is_not_unloaded_after_it_was_idle():
+    async with keeping(idle_unload_s=0.05) as lab:
+        await load(lab, ONE, ttl_s="never")
+        await load(lab, TWO)
+        lab.engine.resume.clear()
+        loading = asyncio.create_task(load_entry(lab.manager, THREE))
+        await auntil(lambda: lab.manager.snapshot.change and lab.manager.snapshot.change.stage == "loading")
+        await lab.manager.keep("two", pin=True) if "two" in in_memory(lab) else None
+        lab.engine.resume.set()
+        await loading
+        await auntil(lambda: "three" not in in_memory(lab))
+
+
+async def test_a_load_and_a_time_to_live_count_as_uses(lab):
+    await load(lab, ONE, TWO)
+    await load(lab, ONE)
+    await load(lab, THREE)
+    assert in_memory(lab) == ["three", "one"]
+    await asyncio.sleep(0.2)
+    await load(lab, ONE, ttl_s=0.1)
+    assert in_memory(lab) == ["one", "three"]
+    await auntil(lambda: in_memory(lab) == ["three"])
+
+
+async def test_a_model_with_no_time_to_live_answers_the_request_that_has_loaded_it():
+    async with keeping(swap=True) as lab:
+        await load(lab, ONE, ttl_s=0)
+        await auntil(lambda: in_memory(lab) == [])
+        assert [await answer(lab, "one") for _ in range(3)] == ["one"] * 3
+
+
+async def test_a_model_that_was_idle_is_loaded_again_with_its_options():
+    async with keeping(swap=True) as lab:
+        await load(lab, ONE, context_length=100, ttl_s=0.05)
+        await load(lab, TWO)
+        await auntil(lambda: in_memory(lab) == ["two"])
+        assert await answer(lab, "one") == "one"
+        assert (lab.engine.specs[-1].context_length, lab.engine.specs[-1].ttl_s) == (100, 0.05)
+
+
+async def test_a_pinned_model_does_not_take_the_place_of_another_one():
+    async with running() as lab:
+        await load(lab, ONE)
+        await load(lab, TWO, pin=True)
+        await load(lab, EMBEDDER, pin=True)
+        assert in_memory(lab) == ["two", "embedder", "one"]
 
 
 # Unloads
@@ -253,6 +351,19 @@ async def test_a_model_that_answers_is_unloaded_while_another_one_goes_on(lab):
     streams[1].close()
 
 
+async def test_an_unload_of_the_main_model_does_not_join_that_of_another_one(lab):
+    await load(lab, ONE, TWO)
+    stream = await lab.manager.submit(request("one", tokens=8000))
+    unloading = asyncio.create_task(lab.manager.unload("one", wait=True))
+    await auntil(lambda: any(state.unloading for state in lab.manager.snapshot.models))
+    with pytest.raises(ModelBusyError, match=r"the model is being unloaded \(one"):
+        await lab.manager.unload(wait=False)
+    assert [await anext(stream)]
+    stream.close()
+    await unloading
+    assert in_memory(lab) == ["two"]
+
+
 # Requests
 
 
@@ -261,6 +372,14 @@ async def test_requests_without_a_name_go_to_the_newest_model_that_can_answer(la
     assert lab.manager.snapshot.model == "embedder"
     assert await answer(lab) == "one"
     assert (await lab.manager.embed(TEXT)).report.model == "embedder"
+
+
+async def test_models_with_the_same_public_name_are_one_series_of_the_metrics(lab):
+    await load(lab, *(replace(ONE, id=f"/{folder}/m", path=Path(f"/{folder}/m")) for folder in ("a", "b")))
+    size = lab.manager.main.memory_bytes
+    lines = Metrics(lab.manager).render()[0].decode().splitlines()
+    (series,) = [line for line in lines if line.startswith("lmx_lab_resident_memory_bytes{")]
+    assert float(series.split()[-1]) == 2 * size
 
 
 async def test_models_answer_at_the_same_time(lab):
@@ -309,6 +428,32 @@ async def test_a_lost_model_is_loaded_again_beside_the_main_one(lab):
     assert lab.progress[-1].message == "the engine lost this model; load it again"
     assert await answer(lab) == "two"
     assert in_memory(lab) == ["two"]
+
+
+async def test_models_that_are_lost_at_the_same_time_are_loaded_again():
+    async with keeping(3) as lab:
+        await load(lab, ONE, TWO, THREE)
+        for model in lab.manager.models:
+            await lose(lab, model, by_request=True)
+        await auntil(lambda: in_memory(lab) == ["three", "one", "two"])
+        assert not [stage for _, stage in lab.stages if stage == "failed"]
+
+
+async def test_a_pinned_model_that_was_lost_twice_is_in_memory_once(lab):
+    await load(lab, ONE)
+    await load(lab, TWO, pin=True, ttl_s=600)
+    for _ in range(2):
+        lost = next(model for model in lab.manager.models if model.entry.id == "two")
+        await lose(lab, lost, by_request=False)
+        await auntil(lambda lost=lost: lost not in lab.manager.models)
+        await auntil(lambda: "two" in in_memory(lab) or "pin it again" in (lab.progress[-1].message or ""))
+    await load(lab, TWO, context_length=7)
+    assert in_memory(lab) == ["two", "one"]
+    assert (lab.manager.snapshot.main.pinned, lab.manager.snapshot.main.ttl_s) == (True, 600)
+    await lose(lab, lab.manager.main, by_request=False)
+    assert not (await lab.manager.keep("two", pin=False)).pinned
+    await load(lab, THREE)
+    assert in_memory(lab) == ["three", "one"]
 
 
 async def test_while_the_main_model_is_lost_another_one_takes_its_place(lab):

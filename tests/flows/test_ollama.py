@@ -269,3 +269,11 @@ def test_a_pull_of_a_model_that_is_here_ends_at_once(http):
 def test_callers_on_other_machines_do_not_load_or_download(http, path, body):
     response = http.post(path, json=body, headers={"x-forwarded-for": "127.0.0.1"})
     assert (response.status_code, response.json()["code"]) == (403, "admin-forbidden")
+
+
+def test_callers_on_other_machines_do_not_change_how_long_a_model_stays(http):
+    body = {"model": "echo", "keep_alive": "5m"}
+    response = http.post(GENERATE, json=body, headers={"x-forwarded-for": "127.0.0.1"})
+    assert (response.status_code, response.json()["done_reason"]) == (200, "load")
+    (running,) = http.get("/api/ps").json()["models"]
+    assert running["expires_at"].startswith("9999")

@@ -105,7 +105,7 @@ def test_clients_keep_release_and_unload_each_model(lab):
 
 def test_ollamas_keep_alive_is_the_time_to_live(lab):
     with httpx2.Client(base_url=lab.url, timeout=60) as http:
-        for given, ttl_s in (("5m", 300), (-1, None), (20, 20)):
+        for given, ttl_s in (("5m", 300), (-1, None), (20, 20), ("100000000h", None)):
             loaded = http.post("/api/generate", json={"model": "on-mlx", "keep_alive": given})
             assert (loaded.status_code, "x-lmx-ignored" in loaded.headers) == (200, False)
             records = http.get("/admin/models").json()["models"]

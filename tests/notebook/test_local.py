@@ -168,22 +168,22 @@ def short_answer(lab):
 @pytest.mark.parametrize("swapping", ["kernel", "thread"], indirect=True)
 async def test_a_chat_restores_the_idle_model_while_the_loop_is_blocked(swapping):
     await make_idle(swapping, "tiny")
-    text = while_blocked(swapping, short_answer(swapping)).text
-    assert manager_of(swapping).snapshot.model == "tiny"
-    assert text == (await swapping.achat("hello", temperature=0, max_tokens=5)).text
+    answer = while_blocked(swapping, short_answer(swapping))
+    assert answer.model == "tiny"
+    assert answer.text == (await swapping.achat("hello", temperature=0, max_tokens=5)).text
 
 
 async def test_a_model_of_a_path_is_restored_for_every_caller(swapping, swap_home, tmp_path):
     path = str(shutil.copytree(swap_home / "models" / "tiny", tmp_path / "elsewhere"))
     await make_idle(swapping, path)
-    while_blocked(swapping, short_answer(swapping))
-    assert manager_of(swapping).snapshot.model == path
+    assert while_blocked(swapping, short_answer(swapping)).model == path
     async with httpx2.AsyncClient(base_url=swapping.url, timeout=WAIT_S) as client:
         for model in ("default", path):
             await make_idle(swapping, path)
             body = {"model": model, "messages": HELLO, "max_tokens": 5}
             response = await client.post("/v1/chat/completions", json=body)
             assert (response.status_code, response.json()["model"]) == (200, path)
+        await auntil(lambda: manager_of(swapping).snapshot.unload_cause == "idle")
         await swapping.aunload()
         refused = await client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 404, "after an unload it is a path like any other"
