@@ -19,8 +19,6 @@ from typing import Any, Self
 
 import httpx2
 
-WAIT_S = 20.0
-
 
 class HealthApp:
     """Responds to /healthz as the lab does, hangs on /hang, echoes over WebSocket; its lifespan can fail."""
@@ -85,17 +83,6 @@ def fetch(port: int, path: str = "/healthz", host: str = "127.0.0.1") -> Any:
         return json.loads(connection.getresponse().read())["status"]
     finally:
         connection.close()
-
-
-async def lab_app(scope: Any, receive: Any, send: Any) -> None:
-    """A server that answers like a lab to every request."""
-    if scope["type"] == "lifespan":
-        for event in ("startup", "shutdown"):
-            await receive()
-            await send({"type": f"lifespan.{event}.complete"})
-        return
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-lmx-lab", b"9.9")]})
-    await send({"type": "http.response.body", "body": b"{}"})
 
 
 Reply = bytes | Iterable[bytes]

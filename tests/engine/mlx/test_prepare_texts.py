@@ -18,15 +18,7 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.settings import Settings
-from tests.support.engines import (
-    finish,
-    load_entry,
-    mlx_thread,
-    pin,
-    request,
-    run,
-    until_idle,
-)
+from tests.support.engines import finish, load_entry, mlx_thread, pin, request, run, until_idle
 from tests.support.models import write_tiny_bert
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
