@@ -121,16 +121,6 @@ async def test_a_result_contains_text_thoughts_calls_and_statistics(place):
     assert again == events
 
 
-async def test_submitting_a_turn_again_returns_the_same_result_and_runs_it_once(place):
-    async with here(place, says("one", thinks=["hm"]), says("two")) as at:
-        first = await at.session.run("go", turn_id="t1")
-        again = await at.session.run("go", turn_id="t1")
-        with pytest.raises(errors.IdempotencyConflictError):
-            await at.session.run("something else", turn_id="t1")
-        assert first == again
-        assert len(at.model.bodies) == 1
-
-
 async def test_a_turn_whose_events_were_deleted_is_read_from_its_record(place):
     async with here(place, says("one")) as at:
         first = await at.session.run("go", turn_id="t1")

@@ -181,16 +181,6 @@ def test_of_several_concurrent_starts_one_succeeds(tmp_path, monkeypatch):
     check_nothing_left(tmp_path)
 
 
-def test_the_shutdown_route_stops_the_daemon(tmp_path):
-    daemon = new(tmp_path)
-    daemon.start()
-    with client(daemon) as http:
-        answer = http.post("/v3/daemon/shutdown", json={"mode": "drain", "grace_s": 5})
-    assert (answer.status_code, answer.json()) == (202, {"status": "stopping"})
-    assert daemon.wait(WAIT_S)
-    check_nothing_left(tmp_path)
-
-
 def test_a_waiting_poll_does_not_delay_the_stop(tmp_path):
     with serving(tmp_path) as daemon, client(daemon) as http:
         answers = []
