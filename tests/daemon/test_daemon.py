@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import os
 import signal
@@ -13,7 +12,6 @@ import sys
 import threading
 from logging.handlers import RotatingFileHandler
 
-import psutil
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
@@ -318,19 +316,6 @@ def test_a_running_turn_delays_the_stop_only_briefly_and_a_second_signal_ends_it
             running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(WAIT_S) == 0
     assert ends(tmp_path) == ["turn.error"]
-
-
-def test_a_daemon_starts_after_another_one_was_killed(tmp_path):
-    with program(tmp_path) as (running, _):
-        left = json.loads((tmp_path / "daemon" / "state.json").read_text())
-        running.end(signal.SIGKILL)
-    assert read_state(tmp_path / "daemon") is None
-    # As if its pid were reused by another process.
-    foreign = {**left, "pid": psutil.Process().ppid()}
-    (tmp_path / "daemon" / "state.json").write_text(json.dumps(foreign))
-    with serving(tmp_path) as daemon:
-        assert read_state(tmp_path / "daemon").daemon_id == daemon.daemon_id
-    check_nothing_left(tmp_path)
 
 
 @pytest.mark.long

@@ -231,30 +231,10 @@ def send(
     )
     with socket.create_connection(("127.0.0.1", port), RAW_WAIT_S) as sock:
         sock.sendall("\r\n".join([f"{request} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body)
-        return _read_response(sock)
-
-
-def _read_response(sock: socket.socket) -> Answer:
-    data = b""
-    while b"\r\n\r\n" not in data:
-        piece = sock.recv(65536)
-        assert piece, data
-        data += piece
-    head, _, body = data.partition(b"\r\n\r\n")
-    status = int(head.split(b" ")[1])
-    while status != 101 and (piece := sock.recv(65536)):
-        body += piece
-    return Answer(status, head.decode("latin-1"), _decode_body(head.lower(), body))
-
-
-def _decode_body(head: bytes, body: bytes) -> bytes:
-    if b"transfer-encoding: chunked" not in head:
-        return body
-    whole = b""
-    while body:
-        size, _, rest = body.partition(b"\r\n")
-        whole, body = whole + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return whole
+        response = http.client.HTTPResponse(sock, method=request.partition(" ")[0])
+        response.begin()
+        received = [f"{name}: {value}" for name, value in response.getheaders()]
+        return Answer(response.status, "\r\n".join(received), response.read())
 
 
 def post(

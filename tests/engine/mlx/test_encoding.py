@@ -90,11 +90,6 @@ def failure(of):
     return error
 
 
-def test_rows_are_in_the_order_of_the_texts():
-    submitted = computed(FakeEncoder(), [3, 9, 1, 2, 9])
-    assert submitted.done.result(timeout=0).ravel().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
-
-
 def test_equal_texts_are_computed_once():
     loop, encoder = create_loop(), FakeEncoder()
     texts = [TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_start=1)]
