@@ -27,7 +27,7 @@ from lmx_lab.daemon.turns.machine import (
     TurnPhase,
     WithdrawPermissions,
 )
-from lmx_lab.daemon.turns.prompt import parse_arguments
+from lmx_lab.daemon.turns.prompt import LISTED_TOOLS, parse_arguments
 from lmx_lab.errors import EngineError, TurnTimeoutError
 from lmx_lab.wire.sessions import ToolCall
 
@@ -84,7 +84,12 @@ def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments):
     assert (actions[1].status, "JSON" in actions[1].text, len(actions[1].text) < 1000) == ("error", True, True)
 
 
-@pytest.mark.parametrize(("tools", "expected"), [(TOOLS, "asks, free"), ({}, "there are no others")])
+MANY = dict.fromkeys(map(str, range(LISTED_TOOLS + 2)), False)
+
+
+@pytest.mark.parametrize(
+    ("tools", "expected"), [(TOOLS, "asks, free"), ({}, "there are no others"), (MANY, " and 2 more")]
+)
 def test_the_error_of_an_unknown_tool_lists_the_tools(tools, expected):
     actions = started().handle(ModelAnswered(calls=(call("nope"),), tools=tools))
     assert isinstance(actions[1], EndToolCall)
@@ -100,6 +105,15 @@ def test_a_stop_without_running_tools_ends_the_turn_immediately():
     turn = started()
     turn.handle(answered(call("asks")))
     assert kinds(turn.handle(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
+
+
+def test_a_stop_waits_for_running_tools_and_ends_the_other_calls():
+    turn = started(parallel_tools=1)
+    turn.handle(answered(call(call_id="a"), call(call_id="b"), call("asks", call_id="c")))
+    assert kinds(turn.handle(CANCEL)) == [WithdrawPermissions, StopTool, EndToolCall, EndToolCall]
+    actions = turn.handle(ToolEnded(call_id="a", status="cancelled", text=""))
+    assert kinds(actions) == [EndToolCall, EndTurn]
+    assert ending(actions) == CANCEL.ending
 
 
 def test_the_first_stop_determines_the_ending():

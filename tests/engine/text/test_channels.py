@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmx_lab.engine.text.channels import (
@@ -144,6 +144,7 @@ def split(raw, sizes):
 
 
 @given(TEXTS, INITIAL, STOPS, st.lists(st.integers(1, 7), min_size=1))
+@example("a\n", CONTENT, ["\n"], [1])  # A stop string in the text that is output at the end.
 def test_streamed_channels_are_those_of_the_whole_text(raw, initial, stops, sizes):
     expected = parse_whole(raw, initial, stops)
     assert streamed(channel_format(initial), [raw], stops) == expected
