@@ -84,6 +84,14 @@ def long(count):
     return EmbeddingRequest(inputs=tuple(f"text number {at} " + "of the sea " * 40 for at in range(count)))
 
 
+async def begin_texts(manager, gate, count):
+    """Return a task that waits at the gate after a first step of ``long(count)``."""
+    gate.shut()
+    running = asyncio.create_task(manager.embed(long(count)))
+    await gate.reached()
+    return running
+
+
 async def test_a_reranker_is_preferred_to_an_embedding_model(own_both, reranker):
     await pin(own_both, reranker)
     ranking = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES))
@@ -124,9 +132,7 @@ async def test_texts_do_not_change_an_answer(both):
 
 
 async def test_requests_of_pinned_models_continue_during_an_unload(own_both, gate):
-    gate.shut()
-    embedding = asyncio.create_task(own_both.embed(long(4)))
-    await gate.reached()
+    embedding = await begin_texts(own_both, gate, 4)
     unloading = asyncio.create_task(own_both.unload())
     await asyncio.sleep(0)
     gate.let_pass(2)
@@ -137,9 +143,7 @@ async def test_requests_of_pinned_models_continue_during_an_unload(own_both, gat
 
 
 async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(own_embedder, gate):
-    gate.shut()
-    running = asyncio.create_task(own_embedder.embed(long(4)))
-    await gate.reached()
+    running = await begin_texts(own_embedder, gate, 4)
     waiting = asyncio.create_task(vectors(own_embedder, SENTENCES[0]))
     while mlx_thread(own_embedder)._commands.empty():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -161,9 +165,7 @@ async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(own_emb
 @pytest.mark.usefixtures("no_shared_model")
 async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm, gate):
     async with manager_with(minilm, Settings(drain_s=0)) as manager:
-        gate.shut()
-        running = asyncio.create_task(manager.embed(long(4)))
-        await gate.reached()
+        running = await begin_texts(manager, gate, 4)
         unloading = asyncio.create_task(manager.unload())
         await asyncio.sleep(0)
         gate.let_pass(2)
@@ -280,9 +282,7 @@ async def test_the_number_of_characters_in_all_requests_is_limited(embedder, mon
 
 
 async def test_quiescing_ends_requests_of_pinned_models_too(own_both, gate):
-    gate.shut()
-    embedding = asyncio.create_task(own_both.embed(long(4)))
-    await gate.reached()
+    embedding = await begin_texts(own_both, gate, 4)
     stopping = asyncio.create_task(own_both.quiesce(0))
     await asyncio.sleep(0)
     gate.let_pass(2)
@@ -297,9 +297,7 @@ TOKENS = 2000 * 100
 
 async def test_cancelling_a_request_cancels_its_computation(embedder, gate):
     before = embedder.snapshot.totals.encoded_tokens
-    gate.shut()
-    embedding = asyncio.create_task(embedder.embed(long(2000)))
-    await gate.reached()
+    embedding = await begin_texts(embedder, gate, 2000)
     gate.open()
     embedding.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -312,9 +310,7 @@ async def test_stopping_ends_running_requests(minilm, gate):
     manager = ModelManager(Settings())
     await asyncio.to_thread(manager.start)
     await load_entry(manager, minilm)
-    gate.shut()
-    embedding = asyncio.create_task(manager.embed(long(200)))
-    await gate.reached()
+    embedding = await begin_texts(manager, gate, 200)
     gate.open()
     await asyncio.to_thread(manager.stop)
     with pytest.raises(EngineDeadError):
