@@ -318,6 +318,15 @@ def test_a_running_turn_delays_the_stop_only_briefly_and_a_second_signal_ends_it
     assert ends(tmp_path) == ["turn.error"]
 
 
+def test_a_daemon_starts_after_another_one_was_killed(tmp_path):
+    with program(tmp_path) as (running, _):
+        running.end(signal.SIGKILL)
+    assert read_state(tmp_path / "daemon") is None
+    with serving(tmp_path) as daemon:
+        assert read_state(tmp_path / "daemon").daemon_id == daemon.daemon_id
+    check_nothing_left(tmp_path)
+
+
 @pytest.mark.long
 def test_of_two_concurrent_commands_one_serves_and_the_other_prints_the_address(tmp_path):
     with contextlib.ExitStack() as closed:
