@@ -1,7 +1,7 @@
 """Tests of the client of any chat-format server: requests, ends, chunks, errors, limits and lists of models."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import httpx2
 import pytest
@@ -30,6 +30,16 @@ from tests.support.model_server import (
 from tests.support.sockets import Endless, answering, streamed
 
 pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def scripted(*scripts, models=("scripted",), end="", **options):
+    """A client of a scripted server, whose address has this end, and the server."""
+    with Scripted(*scripts, models=models) as upstream:
+        async with ChatFormatClient(upstream.url + end, **options) as client:
+            yield client, upstream
+
+
 # --- requests
 
 
@@ -43,19 +53,17 @@ async def test_a_request_adds_only_the_fields_for_a_stream_with_usage():
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 async def test_an_address_may_end_with_v1(end):
-    with Scripted(says("a")) as upstream:
-        async with ChatFormatClient(upstream.url + end) as client:
-            assert await client.models() == ["scripted"]
-            assert [piece.text async for piece in client.stream(BODY)][1] == "a"
+    async with scripted(says("a"), end=end) as (client, upstream):
+        assert await client.models() == ["scripted"]
+        assert [piece.text async for piece in client.stream(BODY)][1] == "a"
         assert upstream.paths == ["/v1/models", "/v1/chat/completions"]
 
 
 async def test_a_connection_is_reused():
-    with Scripted(says("a")) as upstream:
-        async with ChatFormatClient(upstream.url) as client:
-            for _ in range(3):
-                async for _ in client.stream(BODY):
-                    pass
+    async with scripted(says("a")) as (client, upstream):
+        for _ in range(3):
+            async for _ in client.stream(BODY):
+                pass
         assert upstream.connections == 1
 
 
@@ -78,9 +86,8 @@ async def test_the_finish_reason_may_be_missing_before_done():
 
 
 async def test_a_stream_that_stays_open_after_its_end_is_complete():
-    with Scripted([token("a"), chunk({}, finish="stop"), STALL]) as upstream:
-        async with ChatFormatClient(upstream.url, max_open_s=0.01) as client:
-            assert "".join([piece.text async for piece in client.stream(BODY)]) == "a"
+    async with scripted([token("a"), chunk({}, finish="stop"), STALL], max_open_s=0.01) as (client, upstream):
+        assert "".join([piece.text async for piece in client.stream(BODY)]) == "a"
         await upstream.until(lambda: upstream.left == 1)
 
 
@@ -98,11 +105,10 @@ async def test_a_stream_without_an_end_is_an_error(script):
 
 
 async def test_closing_a_stream_closes_it_on_the_server():
-    with Scripted([token("a"), STALL]) as upstream:
-        async with ChatFormatClient(upstream.url) as client:
-            async with aclosing(client.stream(BODY)) as found:
-                await anext(found)
-            await upstream.until(lambda: upstream.left == 1)
+    async with scripted([token("a"), STALL]) as (client, upstream):
+        async with aclosing(client.stream(BODY)) as found:
+            await anext(found)
+        await upstream.until(lambda: upstream.left == 1)
 
 
 # --- errors
@@ -160,11 +166,10 @@ async def test_errors_of_all_servers_have_a_class(answer, error):
     ],
 )
 async def test_an_error_in_the_stream_is_raised_after_the_pieces_before_it(data, error):
-    with Scripted([token("a"), event(data)]) as upstream:
-        async with ChatFormatClient(upstream.url) as client, aclosing(client.stream(BODY)) as found:
-            assert (await anext(found)).text == "a"
-            with pytest.raises(error) as caught:
-                await anext(found)
+    async with scripted([token("a"), event(data)]) as (client, _), aclosing(client.stream(BODY)) as found:
+        assert (await anext(found)).text == "a"
+        with pytest.raises(error) as caught:
+            await anext(found)
     assert type(caught.value) is error
 
 
@@ -189,23 +194,19 @@ async def test_a_body_that_is_not_json_is_refused_before_it_is_sent():
 
 
 async def test_the_key_is_sent_in_a_header_and_not_displayed():
-    with Scripted(says("a")) as upstream:
-        async with ChatFormatClient(upstream.url, api_key="open-sesame") as client:
-            async for _ in client.stream(BODY):
-                pass
-            assert "sesame" not in repr(client)
+    async with scripted(says("a"), api_key="open-sesame") as (client, upstream):
+        async for _ in client.stream(BODY):
+            pass
+        assert "sesame" not in repr(client)
         assert upstream.headers[0]["authorization"] == "Bearer open-sesame"
 
 
 @pytest.mark.parametrize("transport", [None, httpx2.AsyncHTTPTransport()], ids=["plain", "httpx2"])
 async def test_a_header_that_cannot_be_sent_is_refused_without_showing_it(transport):
     headers = {"x-own": "hidden\r\nx-other: 2"}
-    with Scripted(says("a")) as upstream:
-        async with ChatFormatClient(upstream.url, headers=headers, transport=transport) as client:
-            with pytest.raises(
-                errors.InvalidRequestError, match="a line break; correct the additional headers"
-            ) as caught:
-                await client.models()
+    async with scripted(says("a"), headers=headers, transport=transport) as (client, upstream):
+        with pytest.raises(errors.InvalidRequestError, match="a line break; correct the additional headers") as caught:
+            await client.models()
     assert "hidden" not in str(caught.value)
     assert upstream.paths == []
 
@@ -234,20 +235,18 @@ async def test_the_size_of_a_response_is_limited():
     ],
 )
 async def test_models_are_listed(listed, ids):
-    with Scripted(says("a"), models=listed) as upstream:
-        async with ChatFormatClient(upstream.url) as client:
-            assert (await client.models(), client.is_lab) == (ids, False)
+    async with scripted(says("a"), models=listed) as (client, _):
+        assert (await client.models(), client.is_lab) == (ids, False)
 
 
 @pytest.mark.parametrize(
     "listed", [json_answer({"data": 7}), json_answer({}), json_answer({"detail": "no"}, status=404)]
 )
 async def test_an_invalid_list_of_models_is_an_error(listed):
-    with Scripted(says("a"), models=listed) as upstream:
-        async with ChatFormatClient(upstream.url) as client:
-            with pytest.raises(errors.LabError):
-                await client.models()
-            assert client.is_lab is False
+    async with scripted(says("a"), models=listed) as (client, _):
+        with pytest.raises(errors.LabError):
+            await client.models()
+        assert client.is_lab is False
 
 
 # --- chunks, as servers of different projects send them

@@ -17,11 +17,11 @@ from lmx_lab.client.daemon_events import (
     TurnTokenEvent,
 )
 from lmx_lab.client.daemon_routes import ClientTimes
-from lmx_lab.client.turn import TurnAccumulator, TurnResult, TurnToolCall, turn_error
+from lmx_lab.client.turn import TurnResult, TurnToolCall, turn_error
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage.retention import delete_expired
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides, TurnRecord
+from lmx_lab.wire.sessions import PermissionRecord, TurnOverrides
 from tests.support.daemons import UPSTREAM as UNREACHABLE
 from tests.support.daemons import serving
 from tests.support.model_server import STALL, Gate, Scripted, calls, refuses, says, thought, token
@@ -119,16 +119,6 @@ async def test_a_result_contains_text_thoughts_calls_and_statistics(place):
     assert isinstance(events[-1], TurnDoneEvent)
     assert {event.turn_id for event in events} == {"t1"}
     assert again == events
-
-
-async def test_submitting_a_turn_again_returns_the_same_result_and_runs_it_once(place):
-    async with here(place, says("one", thinks=["hm"]), says("two")) as at:
-        first = await at.session.run("go", turn_id="t1")
-        again = await at.session.run("go", turn_id="t1")
-        with pytest.raises(errors.IdempotencyConflictError):
-            await at.session.run("something else", turn_id="t1")
-        assert first == again
-        assert len(at.model.bodies) == 1
 
 
 async def test_a_turn_whose_events_were_deleted_is_read_from_its_record(place):
@@ -584,22 +574,3 @@ def test_a_result_is_shown_with_its_calls_and_its_cost():
     assert len(repr(call)) < 600
     assert repr(result).splitlines()[2:] == ["Two.", "", "turn t1 · end"]
     assert "<2>" not in result._repr_html_()
-
-
-def test_the_error_of_a_record_is_raised():
-    record = TurnRecord(
-        turn_id="t1",
-        session_id="s",
-        status="error",
-        content="go",
-        overrides=None,
-        stop_reason=None,
-        text="half",
-        error=ErrorDetail(code="daemon-restarted", message="it ended", type="t"),
-        stats=None,
-        queued_at="",
-        started_at=None,
-        ended_at="",
-    )
-    with pytest.raises(errors.TurnError, match="turn t1: it ended"):
-        TurnAccumulator("s", "t1").result(record, reconnects=0)

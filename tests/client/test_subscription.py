@@ -309,19 +309,6 @@ async def test_the_error_of_a_lost_connection_says_what_the_daemon_did(end, caus
         assert str(error) == f"{server.url} {cause}; the events continue with the next connection"
 
 
-async def test_a_daemon_that_closes_every_connection_is_tried_with_growing_delays():
-    async with reading([hello(3), "rubbish", STAY]) as events:
-        delays = {}
-        async for state in events.states():
-            if state.state == "waiting":
-                delays[state.attempts] = state.retry_in_s
-            if state.attempts == 6:
-                break
-    # Random delays up to a limit that doubles, so that only the limits are known.
-    assert list(delays) == [1, 2, 3, 4, 5, 6]
-    assert all(0 <= (delay_s or 0) <= 0.25 * 2 ** (attempts - 1) for attempts, delay_s in delays.items())
-
-
 async def test_a_connection_with_an_event_resets_the_delays():
     bad = [hello(3), CUT]
     async with reading(bad, bad, bad, [hello(3), event(4), CUT], [hello(4), STAY]) as events:

@@ -12,7 +12,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import LabError
 from lmx_lab.values.outputs import GenerationReport
-from tests.support.engines import TWO_SLOTS, load_entry, mlx_thread, pin, until_idle
+from tests.support.engines import TWO_SLOTS, load_entry, manager_with, mlx_thread, pin, until_idle
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,7 @@ def manager(shared, tiny):
 @pytest.fixture
 async def own_manager(no_shared_model, tiny):
     """A manager for one test, which may unload or break its model, or end its thread."""
-    async with ModelManager(TWO_SLOTS) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, TWO_SLOTS) as manager:
         yield manager
 
 

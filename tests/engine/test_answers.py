@@ -26,20 +26,19 @@ class Computed:
         turns = Turns(wait_s=0.0, turn_s=0.0)
         self.answers = Answers(self, slots=slots, turns=turns)
 
-    def submit(self, *, client=None, timeout_s=60.0, now=100.0, max_tokens=5):
+    def submit(self, *, client=None, timeout_s=60.0, now=100.0):
         request = GenerationRequest(prompt=TokenPrompt(tokens=tuple(PROMPT)), caller=Caller(client=client))
         generation = Generation(
             request=request,
             model="m",
             prompt=PROMPT,
-            max_tokens=max_tokens,
+            max_tokens=5,
             splitter=TextSplitter("".join, ()),
             mailbox=Mailbox(asyncio.get_running_loop(), now),
             permit=self.admission.admit(1)[0],
             arrived_at=now,
             timeout_s=timeout_s,
             row=None,
-            start_finish=None if max_tokens else "length",
         )
         self.answers.add([generation])
         return generation
@@ -139,11 +138,3 @@ async def test_generations_for_a_closed_loop_are_cancelled():
     computed.answers.post(generation, generation.add("a", 102.0))
     computed.answers.deliver()
     assert (computed.removed, generation.mailbox.end) == ([generation], None)
-
-
-async def test_an_answer_without_tokens_ends_when_it_gets_a_slot():
-    computed = Computed()
-    generation = computed.submit(max_tokens=0)
-    computed.answers.update(101.0)
-    assert (await computed.end_of(generation)).finish_reason == "length"
-    assert generation.computed_tokens == 0

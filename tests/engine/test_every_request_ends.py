@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmx_lab.engine import ModelManager, Sampling
+from lmx_lab.engine import Sampling
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import fail_next_step, finish, load_entry, numbers, request, run, until_idle
+from tests.support.engines import fail_next_step, finish, load_entry, manager_with, numbers, request, run, until_idle
 
 pytestmark = pytest.mark.long
 
@@ -55,8 +55,7 @@ def test_every_request_ends_exactly_once(tiny, tiny_home, ends, actions, random)
     async def scenario():
         ends.clear()
         models = [tiny, Catalog(Settings(home=tiny_home)).resolve("tiny-two")]
-        async with ModelManager(Settings(slots=2, queue_limit=3, drain_s=0.2)) as manager:
-            await load_entry(manager, tiny)
+        async with manager_with(tiny, Settings(slots=2, queue_limit=3, drain_s=0.2)) as manager:
             streams = await perform_actions(manager, models, actions, random)
             for stream in streams:
                 try:

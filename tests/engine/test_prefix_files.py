@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +14,7 @@ from lmx_lab.engine import prefix_files
 from lmx_lab.engine.prefix_files import DamagedFileError, PrefixFiles, StoredPrefix, TensorSpec
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.fingerprint import with_marks
+from tests.support.programs import run_script
 
 STATE_BYTES = 4000
 
@@ -81,10 +80,7 @@ def test_another_process_finds_the_longest_prefix(folder, entry):
     # Any reader of the format can read the file, and only this user may.
     assert (folder / other.name_of(stored)).stat().st_mode & 0o777 == 0o600
     reader = "import sys, mlx.core as mx; print(mx.load(sys.argv[1])['tokens'].tolist())"
-    shown = subprocess.run(
-        [sys.executable, "-c", reader, folder / other.name_of(stored)], capture_output=True, check=True, timeout=60
-    )
-    assert json.loads(shown.stdout) == list(range(20))
+    assert json.loads(run_script(reader, str(folder / other.name_of(stored)))) == list(range(20))
 
 
 def test_a_state_that_cannot_be_trimmed_serves_only_prompts_that_begin_with_all_of_it(folder, entry):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, GenerationRequest, ModelManager, Sampling, TextPrompt
+from lmx_lab.engine import ChatPrompt, GenerationRequest, Sampling, TextPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
-from tests.support.engines import entry_of, finish_with_logprobs, load_entry
+from tests.support.engines import entry_of, finish_with_logprobs, manager_with
 
 pytestmark = pytest.mark.anyio
 # Topics of prompts of different lengths, one for each slot.
@@ -18,8 +18,9 @@ TOPICS += ("the invention of paper", "bread", "two brothers", "a lost letter")
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
 async def manager(request, smollm2, smollm2_gguf):
-    async with ModelManager(Settings(queue_limit=100)) as manager:
-        await load_entry(manager, smollm2 if request.param == "mlx" else entry_of(smollm2_gguf, smollm2.id))
+    async with manager_with(
+        smollm2 if request.param == "mlx" else entry_of(smollm2_gguf, smollm2.id), Settings(queue_limit=100)
+    ) as manager:
         yield manager
 
 
@@ -66,8 +67,9 @@ async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministi
         for at, (topic, seed) in enumerate([("the sea", None), ("bread", 3), ("paper", None)])
     ]
     entry = entry_of(smollm2_gguf, smollm2.id)
-    async with ModelManager(Settings(queue_limit=100)) as manager:
-        await load_entry(manager, entry, LoadSpec(model=smollm2.id, deterministic=True))
+    async with manager_with(
+        entry, Settings(queue_limit=100), spec=LoadSpec(model=smollm2.id, deterministic=True)
+    ) as manager:
         assert not manager.fingerprint.endswith("-batch-dependent")
         parallel = await asyncio.gather(*(answer(manager, each) for each in requests))
         cached = [await answer(manager, each) for each in requests]

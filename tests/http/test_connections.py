@@ -41,8 +41,7 @@ from tests.http.raw import (
     running,
 )
 from tests.support.programs import ROOT
-from tests.support.sockets import WAIT_S
-from tests.support.waiting import auntil
+from tests.support.waiting import WAIT_S, auntil
 
 pytestmark = pytest.mark.anyio
 FRAGMENT, PING = b"\x00\x81\0\0\0\0a", b"\x89\x80\0\0\0\0"

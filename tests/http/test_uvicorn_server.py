@@ -103,7 +103,7 @@ async def test_the_url_can_be_used_directly(address):
         pytest.skip("this machine has no IPv6 loopback")
     host = await serve(HealthApp(), bind(address, 0, explicit=True))
     name, _, port = host.url.removeprefix("http://").rpartition(":")
-    assert await asyncio.to_thread(fetch, int(port), host=name.strip("[]")) == "ok"
+    assert await asyncio.to_thread(fetch, int(port), host=name) == "ok"
     await host.stop()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
+import pytest
 
-from lmx_lab.errors import LabError
+from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.values.outputs import FinishReason, GenerationReport
 from lmx_lab.wire.chat import ChatRequest
 
@@ -58,6 +61,14 @@ def error_of(response: httpx2.Response, status: int, code: str) -> dict[str, Any
     assert set(error) == {"code", "message", "type", "param", "retryable", "request_id"}
     assert not error["retryable"], "the same request can never succeed"
     return error
+
+
+@contextmanager
+def invalid(param: str, match: str | None = None, error: type[LabError] = InvalidRequestError) -> Iterator[None]:
+    """Check that the block raises this error, which names this parameter of a request."""
+    with pytest.raises(error, match=match) as caught:
+        yield
+    assert caught.value.param == param
 
 
 def chat(**changes: Any) -> ChatRequest:

@@ -10,12 +10,7 @@ from typing import Any
 
 import axe_playwright_python
 import pytest
-from playwright.sync_api import (
-    Browser,
-    BrowserContext,
-    Page,
-    sync_playwright,
-)
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
 # All names resolve to this machine, because routes do not intercept WebSockets.

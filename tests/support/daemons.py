@@ -360,7 +360,11 @@ class TurnHarness:
     ) -> None:
         self.store, self.log, self.model, self.toolbox, self.turns = store, log, model, toolbox, turns
 
-    async def session(self, **fields: Any) -> str:
+    async def session(self, *scripts: Scripts, **fields: Any) -> str:
+        """Append scripts to those of the model, and create a session."""
+        if scripts:
+            assert self.model is not None
+            self.model.then(*scripts)
         body = CreateSession(**fields)
         made, _ = await self.store.write(lambda tx: sessions.create(tx, body))
         return made.session_id
@@ -376,10 +380,7 @@ class TurnHarness:
 
     async def begin(self, *scripts: Scripts, **fields: Any) -> tuple[str, str]:
         """Append scripts to those of the model, submit a turn in a new session, and return the ids of both."""
-        if scripts:
-            assert self.model is not None
-            self.model.then(*scripts)
-        session_id = await self.session()
+        session_id = await self.session(*scripts)
         return session_id, await self.submit(session_id, **fields)
 
     async def run(self, session_id: str, content: str = "hello", **fields: Any) -> TurnRecord:

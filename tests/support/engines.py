@@ -85,6 +85,16 @@ async def load_entry(
     return await manager.load(spec or LoadSpec(model=entry.id), entry, **options)
 
 
+@contextlib.asynccontextmanager
+async def manager_with(
+    entry: ModelEntry, settings: Settings | None = None, *, spec: LoadSpec | None = None, **options: Any
+) -> AsyncIterator[ModelManager]:
+    """Run a manager with these settings, and load a model whose files are known."""
+    async with ModelManager(settings or Settings(), **options) as manager:
+        await load_entry(manager, entry, spec)
+        yield manager
+
+
 async def pin(manager: ModelManager, entry: ModelEntry) -> LoadReport:
     """Load a model beside the main one."""
     return await load_entry(manager, entry, LoadSpec(model=entry.id, pin=True))

@@ -16,6 +16,7 @@ from websockets.exceptions import ConnectionClosedError
 from websockets.frames import Frame, Opcode
 
 from lmx_lab.errors import ERROR_CLASSES, BodyTooLargeError, CallerError, LabError, UnavailableError
+from tests.support.asking import events
 
 HELLO = ({"role": "user", "content": "hello"},)
 STOP = "two"
@@ -202,9 +203,9 @@ def given(**fields: Any) -> dict[str, Any]:
 def named_events(text: str) -> list[Any]:
     """Return the data of server-sent events, each of which has the name of its type."""
     assert text.endswith("\n\n")
-    events = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
-    data = [json.loads(line.removeprefix("data: ")) for _, line in events]
-    assert [name for name, _ in events] == [f"event: {event['type']}" for event in data]
+    parts = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
+    data = [json.loads(line.removeprefix("data: ")) for _, line in parts]
+    assert [name for name, _ in parts] == [f"event: {event['type']}" for event in data]
     return data
 
 
@@ -231,10 +232,7 @@ class Chat(Format):
         return {**shared, **fields, **request.extra}
 
     def frames(self, text: str) -> list[Any]:
-        *events, rest = text.split("\n\n")
-        assert rest == ""
-        assert all(event.startswith(("data: ", ": ")) and "\n" not in event for event in events)
-        data = [event.removeprefix("data: ") for event in events if event.startswith("data: ")]
+        data = events(text)
         frames = [json.loads(each) for each in data if each != "[DONE]"]
         assert data.index("[DONE]") == len(frames) if "error" not in frames[-1] else "[DONE]" not in data
         return frames
@@ -384,8 +382,7 @@ class Messages(Format):
         return {"role": role, "content": blocks}
 
     def frames(self, text: str) -> list[Any]:
-        events = named_events(text)
-        return [event for at, event in enumerate(events) if event["type"] != "ping" or at == 1]
+        return [event for at, event in enumerate(named_events(text)) if event["type"] != "ping" or at == 1]
 
     def keeps_alive(self, text: str) -> bool:
         return text.count("event: ping\n") > 1
@@ -487,9 +484,9 @@ class Responses(Format):
             yield {"type": "function_call", "call_id": call["id"], **call["function"]}
 
     def frames(self, text: str) -> list[Any]:
-        events = named_events(text)
-        assert [event["sequence_number"] for event in events] == [*range(len(events))]
-        return [event for at, event in enumerate(events) if event["type"] != "response.in_progress" or at == 1]
+        found = named_events(text)
+        assert [event["sequence_number"] for event in found] == [*range(len(found))]
+        return [event for at, event in enumerate(found) if event["type"] != "response.in_progress" or at == 1]
 
     def keeps_alive(self, text: str) -> bool:
         return text.count("event: response.in_progress\n") > 1

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,15 +21,16 @@ from safetensors.numpy import load_file
 import tests.support.models
 from lmx_lab.values.models import QuantizedCopy
 from lmx_lab.weights.gguf.convert import converted_id
+from lmx_lab.weights.gguf.header import read_header
+from lmx_lab.weights.gguf.tokenizer import read_vocabulary
 from lmx_lab.weights.locations import write_copy
 from lmx_lab.weights.starters import STARTERS, fetch_starter
 from lmx_lab.weights.store import ignore_progress, lock_model
 from tests.support.models import TINY_POSITIONS, bert_weights, write_tiny_llama
 
-Value: TypeAlias = str | bool | int | float | Sequence[int] | Sequence[float] | Sequence[str]
+Value: TypeAlias = str | bool | int | float | Sequence[str | int | float]
 ALIGNMENT = 32
 UINT16, UINT32, INT32, FLOAT32, BOOL, TEXT, ARRAY = 2, 4, 5, 6, 7, 8, 9
-WIDTHS = {0: 1, 1: 1, UINT16: 2, 3: 2, UINT32: 4, INT32: 4, FLOAT32: 4, BOOL: 1, 10: 8, 11: 8, 12: 8}
 TEMPLATE_KEY = "tokenizer.chat_template"
 
 
@@ -73,28 +73,17 @@ class GgufFile:
 
 def read_gguf(path: Path) -> GgufFile:
     """Read a valid file into memory."""
-    data = path.read_bytes()
-    tensor_count, value_count = struct.unpack_from("<QQ", data, 8)
-    at, values = 24, {}
-    for _ in range(value_count):
-        key, start = _read_text(data, at)
-        at = _after(data, start + 4, *struct.unpack_from("<I", data, start))
-        values[key] = data[start:at]
-    infos: dict[str, tuple[bytes, int]] = {}
-    for _ in range(tensor_count):
-        name, start = _read_text(data, at)
-        end = start + 8 + 8 * struct.unpack_from("<I", data, start)[0]
-        infos[name] = data[at:end], struct.unpack_from("<Q", data, end)[0]
-        at = end + 8
-    body = data[at + -at % ALIGNMENT :]
-    ends = dict(pairwise([*sorted(offset for _, offset in infos.values()), len(body)]))
-    tensors = {name: Tensor(info=info, data=_padded(body[at : ends[at]])) for name, (info, at) in infos.items()}
-    return GgufFile(values=values, tensors=tensors)
+    header = read_header(path, arrays=True)
+    whole, tensors = memoryview(path.read_bytes())[header.data_offset :], {}
+    for tensor in header.tensors:
+        data = bytes(whole[tensor.offset :][: tensor.size_bytes])
+        tensors[tensor.name] = (tensor.shape, GGMLQuantizationType[tensor.type], data)
+    return gguf_file(header.metadata, tensors)
 
 
 def renamed(info: bytes, name: str) -> bytes:
     """Return the entry of a tensor under another name."""
-    return _text(name) + info[_read_text(info, 0)[1] :]
+    return _text(name) + info[8 + struct.unpack_from("<Q", info)[0] :]
 
 
 def packed(value: Value) -> bytes:
@@ -131,18 +120,13 @@ def with_context(source: Path, context: int, folder: Path) -> Path:
 
 def with_tokens(source: Path, renamed: Mapping[str, str], target: Path, template: str) -> Path:
     """Write a copy with a chat template, and with some tokens renamed and changed to ordinary added tokens."""
-    file = read_gguf(source)
-    tokens: list[str] = []
-    table, at = file.values["tokenizer.ggml.tokens"], 16
-    while at < len(table):
-        token, at = _read_text(table, at)
-        tokens.append(renamed.get(token, token))
-    types = file.values["tokenizer.ggml.token_type"]
-    kinds = list(struct.unpack_from(f"<{(len(types) - 16) // 4}i", types, 16))
+    known = read_vocabulary(read_header(source, arrays=True))
+    tokens = [renamed.get(token, token) for token in known.tokens]
+    kinds = list(known.types)
     for new in renamed.values():
         kinds[tokens.index(new)] = TokenType.USER_DEFINED
-    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, TEMPLATE_KEY: template}
-    return file.changed(changes).written(target)
+    changes: dict[str, Value] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    return with_values(source, target, {**changes, TEMPLATE_KEY: template})
 
 
 def split_gguf(source: Path, parts: int, folder: Path, *, empty_first: bool = False) -> list[Path]:
@@ -197,27 +181,6 @@ def foreign(folder: Path) -> Path:
 
 def _text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def _read_text(data: bytes, at: int) -> tuple[str, int]:
-    """Return the text at a position, and the position after it."""
-    end = at + 8 + struct.unpack_from("<Q", data, at)[0]
-    return data[at + 8 : end].decode(), end
-
-
-def _after(data: bytes, at: int, kind: int) -> int:
-    """Return the position after a value of this type."""
-    if kind == TEXT:
-        return int(at + 8 + struct.unpack_from("<Q", data, at)[0])
-    if kind != ARRAY:
-        return at + WIDTHS[kind]
-    kind, count = struct.unpack_from("<IQ", data, at)
-    at += 12
-    if kind != TEXT:
-        return int(at + WIDTHS[kind] * count)
-    for _ in range(count):
-        at += 8 + struct.unpack_from("<Q", data, at)[0]
-    return at
 
 
 def _padded(data: bytes) -> bytes:

@@ -24,9 +24,7 @@ import httpx2
 
 from lmx_lab.client.chat_format import ChatFormatClient, Piece, TokenUsage
 from lmx_lab.values.outputs import ToolCallDelta, merge_tool_calls
-
-WAIT_S = 20.0
-"""Time after which a waiting test fails."""
+from tests.support.waiting import WAIT_S
 
 
 class Gate:
@@ -392,11 +390,9 @@ params = xllamacpp.CommonParams()
 params.model.path, params.hostnames = options["model"], [options["socket"]]
 params.verbosity, params.endpoint_metrics, params.fit_params, params.cache_ram_mib = 1, True, False, 0
 # With two threads that wait for each other, other tests would slow the server down a lot.
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options["threads"]
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 for name, value in options["params"].items():
     setattr(params, name, value)
-if options["rank"]:
-    params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_RANK
 server = xllamacpp.Server(params)
 server.handle_metrics()  # returns once the loop runs; the process must not end before
 print("ready", flush=True)
@@ -410,13 +406,11 @@ class NoServerError(Exception):
 
 
 @contextmanager
-def raw_server(model: Path, *, rank: bool = False, threads: int = 1, **params: Any) -> Iterator[httpx2.Client]:
+def raw_server(model: Path, **params: Any) -> Iterator[httpx2.Client]:
     """Start ``xllamacpp.Server`` in a child process, and yield a client over a UNIX socket.
 
     Args:
         model: The GGUF file.
-        rank: Whether the model scores documents.
-        threads: Number of threads.
         params: Fields of ``CommonParams``; by default ``n_ctx`` is 512 in one slot.
 
     Raises:
@@ -424,7 +418,7 @@ def raw_server(model: Path, *, rank: bool = False, threads: int = 1, **params: A
     """
     with tempfile.TemporaryDirectory(prefix="lmx") as name, (Path(name) / "stderr").open("w+b") as stderr:
         fields: Mapping[str, Any] = {"n_ctx": 512, "n_parallel": 1, "n_batch": 256, "n_ubatch": 256} | params
-        options = {"model": str(model), "socket": f"{name}/s.sock", "rank": rank, "threads": threads, "params": fields}
+        options = {"model": str(model), "socket": f"{name}/s.sock", "params": fields}
         command = [sys.executable, "-c", CHILD, json.dumps(options)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr) as child:
             assert child.stdin is not None

@@ -19,8 +19,6 @@ from typing import Any, Self
 
 import httpx2
 
-WAIT_S = 20.0
-
 
 class HealthApp:
     """Responds to /healthz as the lab does, hangs on /hang, echoes over WebSocket; its lifespan can fail."""
@@ -77,25 +75,9 @@ class HealthApp:
         await send({"type": "http.response.body", "body": body})
 
 
-def fetch(port: int, path: str = "/healthz", host: str = "127.0.0.1") -> Any:
-    """Return the status in the JSON of a response."""
-    connection = http.client.HTTPConnection(host, port, timeout=60)
-    try:
-        connection.request("GET", path)
-        return json.loads(connection.getresponse().read())["status"]
-    finally:
-        connection.close()
-
-
-async def lab_app(scope: Any, receive: Any, send: Any) -> None:
-    """A server that answers like a lab to every request."""
-    if scope["type"] == "lifespan":
-        for event in ("startup", "shutdown"):
-            await receive()
-            await send({"type": f"lifespan.{event}.complete"})
-        return
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-lmx-lab", b"9.9")]})
-    await send({"type": "http.response.body", "body": b"{}"})
+def fetch(port: int, host: str = "127.0.0.1") -> Any:
+    """Return the status in the JSON of ``/healthz``."""
+    return httpx2.get(f"http://{host}:{port}/healthz", timeout=60, trust_env=False).json()["status"]
 
 
 Reply = bytes | Iterable[bytes]
@@ -244,30 +226,10 @@ def send(
     )
     with socket.create_connection(("127.0.0.1", port), RAW_WAIT_S) as sock:
         sock.sendall("\r\n".join([f"{request} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body)
-        return _read_response(sock)
-
-
-def _read_response(sock: socket.socket) -> Answer:
-    data = b""
-    while b"\r\n\r\n" not in data:
-        piece = sock.recv(65536)
-        assert piece, data
-        data += piece
-    head, _, body = data.partition(b"\r\n\r\n")
-    status = int(head.split(b" ")[1])
-    while status != 101 and (piece := sock.recv(65536)):
-        body += piece
-    return Answer(status, head.decode("latin-1"), _decode_body(head.lower(), body))
-
-
-def _decode_body(head: bytes, body: bytes) -> bytes:
-    if b"transfer-encoding: chunked" not in head:
-        return body
-    whole = b""
-    while body:
-        size, _, rest = body.partition(b"\r\n")
-        whole, body = whole + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return whole
+        response = http.client.HTTPResponse(sock, method=request.partition(" ")[0])
+        response.begin()
+        received = [f"{name}: {value}" for name, value in response.getheaders()]
+        return Answer(response.status, "\r\n".join(received), response.read())
 
 
 def post(

@@ -1,7 +1,6 @@
 """Creating, changing, listing, forking and deleting sessions, and their events."""
 
 import json
-import time
 
 import pytest
 
@@ -150,31 +149,6 @@ async def test_a_list_has_the_same_records_as_the_sessions(store):
     assert sorted(json.loads(text)["sessions"], key=lambda each: each["session_id"]) == sorted(
         records, key=lambda each: each["session_id"]
     )
-
-
-@pytest.mark.slow
-async def test_a_long_list_costs_less_than_its_records_in_python(store):
-    def fill(tx):
-        for at in range(500):
-            sessions.create(tx, CreateSession(title=f"number {at}"))
-
-    def records(view):
-        rows = view.fetch_all("SELECT session_id FROM sessions ORDER BY updated_at DESC")
-        made = [sessions.read(view, row["session_id"]) for row in rows]
-        return SessionList(sessions=made, next_cursor=None).model_dump_json()
-
-    def cpu_s(work, view):
-        started = time.thread_time()
-        work(view)
-        return time.thread_time() - started
-
-    def measure(view):
-        listing = min(cpu_s(lambda v: sessions.list_page(v, limit=500), view) for _ in range(20))
-        return listing / min(cpu_s(records, view) for _ in range(20))
-
-    await store.write(fill)
-    # Measured: 0.3.
-    assert await store.read(measure) < 0.6
 
 
 async def test_the_pages_of_a_list_contain_every_session_once(store):

@@ -34,8 +34,7 @@ ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
 
 
 async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here, upstream):
-    upstream.then(says("Hel", "lo", thinks=["Hm"]))
-    session = await here.session(system_prompt="Be brief.")
+    session = await here.session(says("Hel", "lo", thinks=["Hm"]), system_prompt="Be brief.")
     record = await here.run(session, "hi")
     assert (record.status, record.stop_reason, record.text, record.error) == ("done", "end", "Hello", None)
     assert (record.stats.tokens, record.stats.prompt_tokens, record.stats.steps) == (3, 5, 1)
@@ -53,8 +52,7 @@ async def test_a_turn_is_answered_and_its_session_is_idle_afterwards(here, upstr
 
 
 async def test_the_next_turn_sends_the_history_without_thoughts(here, upstream):
-    upstream.then(says("one", thinks=["Hm"]), says("two"))
-    session = await here.session()
+    session = await here.session(says("one", thinks=["Hm"]), says("two"))
     await here.run(session, "1")
     await here.run(session, "2")
     assert upstream.bodies[1]["messages"] == [
@@ -65,8 +63,7 @@ async def test_the_next_turn_sends_the_history_without_thoughts(here, upstream):
 
 
 async def test_overrides_apply_to_one_turn_and_extra_fields_are_sent_unchanged(here, upstream):
-    upstream.then(says("a"))
-    session = await here.session(model="m")
+    session = await here.session(says("a"), model="m")
     overrides = TurnOverrides(
         model="n", temperature=0, max_tokens=7, extra={"min_p": 0.1, "messages": [], "stream": False}
     )
@@ -120,8 +117,7 @@ async def test_the_state_of_the_model_request_is_reported_as_progress(here):
 
 
 async def test_the_state_of_the_model_server_is_reported_only_when_it_changes(here, upstream):
-    upstream.then(says("a"))
-    session = await here.session()
+    session = await here.session(says("a"))
     for _ in range(3):
         await here.run(session)
     (status,) = [item for item in await here.events() if item["event"] == "model.status"]
@@ -150,9 +146,7 @@ async def test_the_length_of_a_message_is_limited(here, upstream):
         ([thought("Hm"), DROP], "connection-lost", ""),
     ],
 )
-async def test_an_error_of_the_model_ends_the_turn_with_its_code_and_the_partial_text(
-    here, upstream, script, code, text
-):
+async def test_an_error_of_the_model_ends_the_turn_with_its_code_and_the_partial_text(here, script, code, text):
     record = await here.answer(script)
     assert (record.status, record.stop_reason, record.text) == ("error", None, text)
     assert record.error.code == code
@@ -170,8 +164,7 @@ async def test_an_unreachable_model_server_is_an_error_and_an_event(tmp_path):
 
 
 async def test_after_an_error_the_history_has_the_question_and_the_partial_answer(here, upstream):
-    upstream.then([token("Hel"), DROP], refuses(503, "no-model-loaded"), says("ok"))
-    session = await here.session()
+    session = await here.session([token("Hel"), DROP], refuses(503, "no-model-loaded"), says("ok"))
     for content in ("1", "2", "3"):
         await here.run(session, content)
     assert upstream.bodies[2]["messages"] == [
@@ -190,7 +183,7 @@ async def test_a_turn_ends_at_its_time_limit(tmp_path, upstream):
         check_log(await here.events())
 
 
-async def test_a_turn_can_override_its_time_limit(here, upstream):
+async def test_a_turn_can_override_its_time_limit(here):
     record = await here.answer([STALL], overrides=TurnOverrides(timeout_s=0.05))
     assert record.error.code == "turn-timeout"
 
@@ -199,8 +192,7 @@ async def test_a_turn_can_override_its_time_limit(here, upstream):
 
 
 async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_model(here, upstream):
-    upstream.then(calls((FREE, {"a": 1}), text=["Let me see."]), says("3"))
-    session = await here.session()
+    session = await here.session(calls((FREE, {"a": 1}), text=["Let me see."]), says("3"))
     logged = []
 
     async def work(name, arguments, note):
@@ -256,11 +248,10 @@ async def test_a_turn_runs_a_limited_number_of_tools_at_once(tmp_path, upstream)
         check_log(await here.events())
 
 
-async def test_ids_of_calls_are_unique_in_a_session(here, upstream):
+async def test_ids_of_calls_are_unique_in_a_session(here):
     twice = calls((FREE, {}), (FREE, {}), ids=["same", "same"])
     bare = [chunk({"tool_calls": [{"function": {"name": FREE, "arguments": "{}"}}] * 2}), *ending("tool_calls")]
-    upstream.then(twice, bare, says("ok"), calls((FREE, {}), ids=["same"]), says("ok"))
-    session = await here.session()
+    session = await here.session(twice, bare, says("ok"), calls((FREE, {}), ids=["same"]), says("ok"))
     await here.run(session)
     await here.run(session)
     ids = [item["data"]["call_id"] for item in await here.seen("tool.end", 5)]
@@ -349,8 +340,7 @@ async def test_the_status_of_a_tool_is_that_of_its_result_or_of_its_exception(he
 async def test_a_turn_has_the_tools_of_its_session_or_its_overrides(here, upstream, session_tools, turn_tools, names):
     time = {"description": "", "parameters": {"type": "object"}, "read_only": False, "permission": "ask"}
     here.toolbox.listed.append(ToolRecord(name="time__now", **time))
-    upstream.then(says("ok"))
-    session = await here.session(tools=session_tools)
+    session = await here.session(says("ok"), tools=session_tools)
     await here.run(session, overrides=None if turn_tools is None else TurnOverrides(tools=turn_tools))
     assert [tool["function"]["name"] for tool in upstream.bodies[0].get("tools", [])] == names
 
@@ -362,17 +352,15 @@ async def test_a_tool_outside_of_the_selection_cannot_be_called(here, upstream):
 
 
 async def test_a_tool_choice_applies_to_the_first_step(here, upstream):
-    upstream.then(calls((FREE, {})), says("ok"))
-    session = await here.session()
+    session = await here.session(calls((FREE, {})), says("ok"))
     await here.run(session, overrides=TurnOverrides(tool_choice="required"))
     await here.run(session, overrides=TurnOverrides(tool_choice=FREE))
     chosen = [body.get("tool_choice") for body in upstream.bodies]
     assert chosen == ["required", None, {"type": "function", "function": {"name": FREE}}]
 
 
-async def test_a_tool_choice_that_is_not_available_is_an_error(here, upstream):
-    upstream.then(says("ok"))
-    session = await here.session(tools=[])
+async def test_a_tool_choice_that_is_not_available_is_an_error(here):
+    session = await here.session(says("ok"), tools=[])
     for choice in ("required", FREE):
         record = await here.run(session, overrides=TurnOverrides(tool_choice=choice))
         assert (record.error.code, record.error.param) == ("invalid-request", "overrides.tool_choice")
@@ -391,8 +379,7 @@ async def test_the_error_of_a_tool_choice_explains_the_absence(here, upstream, g
 
 
 async def test_a_repeated_submit_runs_the_turn_once(here, upstream):
-    upstream.then(says("ok"))
-    session = await here.session()
+    session = await here.session(says("ok"))
     body = SubmitTurn(turn_id="mine", content="hi")
     first, new = await here.turns.submit(session, body)
     assert (new, first.status) == (True, "queued")
@@ -409,10 +396,9 @@ async def test_a_repeated_submit_runs_the_turn_once(here, upstream):
     await here.ended(other, "mine")
 
 
-async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here, upstream):
+async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here):
     gate = Gate()
-    upstream.then([gate, *says("1")], says("2"), says("3"), says("4"))
-    session = await here.session()
+    session = await here.session([gate, *says("1")], says("2"), says("3"), says("4"))
     turns = [await here.submit(session, str(n)) for n in (1, 2, 3)]
     statuses = [(await here.turns.read(session, turn)).status for turn in turns]
     assert statuses == ["running", "queued", "queued"], "with a free slot, a turn has started when it is accepted"
@@ -429,9 +415,8 @@ async def test_the_turns_of_a_session_run_one_at_a_time_in_order(here, upstream)
     assert ahead == [0, 1, 2, 0]
 
 
-async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here, upstream):
-    upstream.then([token("Hel"), STALL], says("urgent"), says("later"))
-    session = await here.session()
+async def test_an_interrupting_turn_cancels_the_active_one_and_runs_next(here):
+    session = await here.session([token("Hel"), STALL], says("urgent"), says("later"))
     first, second = await here.submit(session), await here.submit(session)
     await here.seen("turn.token")
     third = await here.submit(session, when_busy="interrupt")
@@ -495,7 +480,7 @@ async def test_sessions_share_the_slots_fairly(tmp_path, upstream):
         assert started.index(other) == 1
 
 
-async def test_reading_waits_for_the_end_up_to_the_requested_time(here, upstream):
+async def test_reading_waits_for_the_end_up_to_the_requested_time(here):
     gate = Gate()
     session, turn = await here.begin([gate, *says("a")])
     assert (await here.turns.read(session, turn, wait_s=0.01)).ended_at is None

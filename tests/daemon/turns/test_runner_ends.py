@@ -50,8 +50,7 @@ async def test_cancelling_keeps_the_partial_answer_and_closes_the_stream(here, u
 
 async def test_a_queued_turn_that_is_cancelled_never_runs(here, upstream):
     gate = Gate()
-    upstream.then([gate, *says("1")])
-    session = await here.session()
+    session = await here.session([gate, *says("1")])
     first, second, third = [await here.submit(session, str(n)) for n in range(3)]
     answer = await here.turns.cancel(session, CancelTurns(turn_id=second))
     assert answer.turn_ids == [second]
@@ -63,9 +62,8 @@ async def test_a_queued_turn_that_is_cancelled_never_runs(here, upstream):
     assert [body["messages"][-1]["content"] for body in upstream.bodies] == ["0", "2"]
 
 
-async def test_all_turns_can_be_cancelled_at_once(here, upstream):
-    upstream.then([STALL])
-    session = await here.session()
+async def test_all_turns_can_be_cancelled_at_once(here):
+    session = await here.session([STALL])
     turns = [await here.submit(session) for _ in range(3)]
     await here.seen("turn.started")
     assert (await here.turns.cancel(session, CancelTurns(queued=True))).turn_ids == turns
@@ -127,7 +125,7 @@ async def test_a_turn_ends_even_if_a_tool_does_not_stop(tmp_path, upstream):
 # --- permissions
 
 
-async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here, upstream):
+async def test_an_allowed_call_runs_with_exactly_the_requested_arguments(here):
     session, turn = await here.begin(calls((ASKS, {"path": "x"})), says("ok"))
     (permission,) = await here.asked()
     assert (permission.tool, permission.arguments, permission.turn_id) == (ASKS, {"path": "x"}, turn)
@@ -228,9 +226,8 @@ async def test_a_turn_that_waits_to_continue_can_be_cancelled(tmp_path, upstream
 # --- deleted sessions
 
 
-async def test_deleting_a_session_ends_its_turns_first(here, upstream):
-    upstream.then([token("Hel"), STALL])
-    session = await here.session()
+async def test_deleting_a_session_ends_its_turns_first(here):
+    session = await here.session([token("Hel"), STALL])
     turns = [await here.submit(session) for _ in range(2)]
     await here.seen("turn.token")
     waiting = asyncio.create_task(here.turns.read(session, turns[0], wait_s=WAIT_S))
@@ -264,9 +261,8 @@ async def test_a_session_can_be_deleted_while_all_slots_are_taken(tmp_path, upst
 
 
 async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_start(tmp_path, upstream):
-    upstream.then([token("Hel"), STALL], says("later"))
     async with daemon(tmp_path, upstream) as here:
-        session = await here.session()
+        session = await here.session([token("Hel"), STALL], says("later"))
         first, second = await here.submit(session), await here.submit(session)
         await here.seen("turn.token")
         await here.turns.stop(mode="now", grace_s=0)
@@ -284,9 +280,8 @@ async def test_stopping_ends_running_turns_and_keeps_queued_ones_for_the_next_st
 
 async def test_draining_completes_running_turns_and_starts_none(tmp_path, upstream):
     gate = Gate()
-    upstream.then([gate, *says("ok")])
     async with daemon(tmp_path, upstream) as here:
-        session = await here.session()
+        session = await here.session([gate, *says("ok")])
         first, second = await here.submit(session), await here.submit(session)
         await gate.reached()
         stopping = asyncio.create_task(here.turns.stop(mode="drain", grace_s=WAIT_S))
@@ -327,11 +322,10 @@ async def test_a_tool_that_runs_during_a_stop_is_interrupted(tmp_path, upstream)
 
 
 async def test_after_a_crash_started_turns_end_tools_do_not_run_again_and_queued_turns_run(tmp_path, upstream):
-    upstream.then(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("later"))
     toolbox = ScriptedToolbox()
     gate = held(toolbox)
     async with daemon(tmp_path, upstream, toolbox, stop=False) as here:
-        session = await here.session()
+        session = await here.session(calls((FREE, {}), (ASKS, {}), text=["Let me."]), says("later"))
         first, second = await here.submit(session), await here.submit(session)
         await gate.reached()
         await here.asked()
@@ -426,9 +420,8 @@ def full_disk(store, *, for_ends=True):
         yield refused
 
 
-async def test_a_full_disk_refuses_a_submit(here, upstream):
-    upstream.then(says("ok"))
-    session = await here.session()
+async def test_a_full_disk_refuses_a_submit(here):
+    session = await here.session(says("ok"))
     with full_disk(here.store), pytest.raises(errors.StorageFullError):
         await here.submit(session)
     assert (await here.run(session)).text == "ok"
@@ -478,10 +471,9 @@ async def test_on_a_full_disk_a_running_tool_is_stopped(here):
     assert [item["data"]["status"] for item in await here.seen("tool.end", 2)] == ["ok", "cancelled"]
 
 
-async def test_a_queued_turn_starts_once_there_is_space(here, upstream, monkeypatch):
+async def test_a_queued_turn_starts_once_there_is_space(here, monkeypatch):
     gate = Gate()
-    upstream.then([gate, *says("1")], says("2"))
-    session = await here.session()
+    session = await here.session([gate, *says("1")], says("2"))
     first, second = await here.submit(session), await here.submit(session)
     await gate.reached()
     start_next, full = turn_rows.start_next, [sqlite3.OperationalError("database or disk is full")]
@@ -515,9 +507,8 @@ async def test_on_a_disk_that_stays_full_the_next_start_ends_the_turn(tmp_path, 
 
 
 async def test_a_start_on_a_full_disk_recovers_when_there_is_space(tmp_path, upstream, monkeypatch):
-    upstream.then([STALL], says("later"))
     async with daemon(tmp_path, upstream, stop=False) as here:
-        session = await here.session()
+        session = await here.session([STALL], says("later"))
         first, second = await here.submit(session), await here.submit(session)
         await upstream.until(lambda: len(upstream.bodies) == 1)
     full = True

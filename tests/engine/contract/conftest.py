@@ -5,9 +5,8 @@ Each test in this folder runs on all engines.
 
 import pytest
 
-from lmx_lab.engine import ModelManager
 from tests.engine.contract.entries import CONTEXT, FEW, SETTINGS, echo_entry
-from tests.support.engines import entry_of, load_entry, until_idle
+from tests.support.engines import entry_of, manager_with, until_idle
 from tests.support.gguf import with_context, with_tokens
 from tests.support.models import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
@@ -50,14 +49,12 @@ def embedders(minilm, minilm_gguf):
 @pytest.fixture(scope="module", params=["mlx", "gguf", "echo"])
 def model_format(request):
     """The engine under test, by the format of its models."""
-    format_ = request.param
-    return format_
+    return request.param
 
 
 @pytest.fixture(scope="module")
 async def _tiny_manager(chat_models, model_format):
-    async with ModelManager(SETTINGS) as manager:
-        await load_entry(manager, chat_models[model_format])
+    async with manager_with(chat_models[model_format], SETTINGS) as manager:
         yield manager
 
 
@@ -70,8 +67,7 @@ async def manager(_tiny_manager):
 
 @pytest.fixture(scope="module")
 async def _long_manager(long_models, model_format):
-    async with ModelManager(FEW) as manager:
-        await load_entry(manager, long_models[model_format])
+    async with manager_with(long_models[model_format], FEW) as manager:
         yield manager
 
 
@@ -85,6 +81,5 @@ async def busy(_long_manager):
 @pytest.fixture
 async def own(long_models, model_format):
     """The same manager for one test, which may load and unload models."""
-    async with ModelManager(FEW) as manager:
-        await load_entry(manager, long_models[model_format])
+    async with manager_with(long_models[model_format], FEW) as manager:
         yield manager

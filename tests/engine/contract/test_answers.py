@@ -10,6 +10,7 @@ import pytest
 from lmx_lab.engine import AnswerFormat, ChatPrompt, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.echo.model import EchoVocabulary
 from lmx_lab.errors import ContextLengthError, InvalidRequestError
+from tests.support.asking import invalid
 from tests.support.engines import PROMPT, finish, finish_with_logprobs, numbers, request, run, text_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -124,9 +125,8 @@ async def test_an_empty_prompt_is_refused(manager, prompt):
     ("prompt", "param"), [(TextPrompt(text="a\ud800"), "prompt"), (chat("\udc00"), "messages.0.content")]
 )
 async def test_an_unpaired_surrogate_is_refused(manager, prompt, param):
-    with pytest.raises(InvalidRequestError, match="lone surrogate") as refused:
+    with invalid(param, "lone surrogate"):
         await manager.submit(request(prompt=prompt))
-    assert refused.value.param == param
 
 
 @pytest.mark.parametrize("token", [-1, 49152, 2**40])
@@ -163,9 +163,8 @@ async def test_a_prompt_that_is_far_too_long_is_refused_with_its_least_length(ma
 
 @pytest.mark.parametrize("message", [{"content": "no role"}, {"role": "user"}])
 async def test_messages_that_the_template_refuses_are_an_invalid_request(manager, message):
-    with pytest.raises(InvalidRequestError) as refused:
+    with invalid("messages"):
         await manager.submit(request(prompt=ChatPrompt(messages=(message,))))
-    assert refused.value.param == "messages"
 
 
 # Sampling
@@ -224,10 +223,10 @@ async def test_a_bias_can_force_and_forbid_tokens(manager):
 
 
 async def test_a_seeded_answer_is_reproducible(manager):
-    texts = [await sample_text(manager, temperature=1.0, seed=seed) for seed in (7, 7, 8, -5, 2**70, 2**70)]
-    assert texts[0] == texts[1]
-    assert texts[4] == texts[5]
-    assert len(set(texts)) == 4
+    seeds = [7, 8, 0, -1, 2**64, 2**64 + 1, 10**400, -(10**400)]
+    texts, again = [[await sample_text(manager, temperature=1.0, seed=seed) for seed in seeds] for _ in range(2)]
+    assert texts == again
+    assert len(set(texts)) == len(seeds)
 
 
 async def test_without_a_seed_texts_differ_except_on_the_echo_engine(manager, model_format):
@@ -357,9 +356,8 @@ async def test_named_tokens_are_reported_whatever_their_rank(manager):
         assert entry.top[0].logprob is not None
         assert first.logprob <= entry.top[0].logprob + 1e-5
     for name in ("two words", 10**7):
-        with pytest.raises(InvalidRequestError) as refused:
+        with invalid("logprob_tokens"):
             await manager.submit(replace(options, logprob_tokens=(name,)))
-        assert refused.value.param == "logprob_tokens"
 
 
 async def test_a_prompt_is_scored_before_the_first_token(manager):

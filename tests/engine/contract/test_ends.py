@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.engine import AnswerFormat, ModelManager
 from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, NotLoadedError, QueueFullError
 from tests.engine.contract.entries import CONTEXT, FEW
-from tests.support.engines import finish, load_entry, numbers, request, run, until_idle
+from tests.support.engines import finish, load_entry, manager_with, numbers, request, run, until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 LONG = {"max_tokens": CONTEXT, "ignore_eos": True}
@@ -215,8 +215,7 @@ async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(own,
 
 
 async def test_an_unload_waits_for_running_requests_no_longer_than_drain_s(long_models, model_format):
-    async with ModelManager(replace(FEW, drain_s=0.05)) as manager:
-        await load_entry(manager, long_models[model_format])
+    async with manager_with(long_models[model_format], replace(FEW, drain_s=0.05)) as manager:
         streams = await occupy_slots(manager)
         assert await manager.unload() > 1_000_000
         for stream in streams:

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, Caller, ModelManager, Sampling
+from lmx_lab.engine import AnswerFormat, Caller, Sampling
 from lmx_lab.engine.scheduler import Turns
 from tests.engine.contract.entries import CONTEXT, FEW
-from tests.support.engines import load_entry, numbers, request, run
+from tests.support.engines import manager_with, numbers, request, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 PLAIN = {"prompt": numbers(20, start=100), "ignore_eos": True}
@@ -23,8 +23,9 @@ WITH_STATE = {
 @pytest.fixture
 async def impatient(long_models, model_format):
     """A manager with two slots, which pauses a request as soon as another client waits."""
-    async with ModelManager(FEW, turns=Turns(wait_s=0.0, turn_s=0.0, check_s=0.001)) as manager:
-        await load_entry(manager, long_models[model_format])
+    async with manager_with(
+        long_models[model_format], FEW, turns=Turns(wait_s=0.0, turn_s=0.0, check_s=0.001)
+    ) as manager:
         yield manager
 
 

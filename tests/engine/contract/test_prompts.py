@@ -1,15 +1,30 @@
-"""Prompts with a gap, rendered chats and the bytes of tokens have the same contract on every engine."""
+"""Prompts with a gap, rendered chats and the bytes of tokens have the same contract on every engine. For the same
+weights, prompts, greedy texts and log-probabilities of both formats agree.
+"""
 
 from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, InfillPrompt, ModelManager, TextPrompt, TokenPrompt
+from lmx_lab.engine import ChatPrompt, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.echo.model import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.weights.tokenizer_files import can_infill
 from tests.engine.contract.entries import SETTINGS, echo_entry
-from tests.support.engines import entry_of, finish, load_entry, request, run, text_of
+from tests.support.asking import invalid
+from tests.support.engines import (
+    DESCRIBED_TOOLS,
+    PROMPT,
+    TOOL_CONVERSATION,
+    entry_of,
+    finish,
+    finish_with_logprobs,
+    load_entry,
+    manager_with,
+    request,
+    run,
+    text_of,
+)
 from tests.support.gguf import with_tokens
 from tests.support.models import rename_tokens, write_tiny_llama
 
@@ -35,8 +50,7 @@ def coders(tmp_path_factory, smollm2, tiny_gguf):
 
 @pytest.fixture(scope="module")
 async def coder(coders, model_format):
-    async with ModelManager(SETTINGS) as manager:
-        await load_entry(manager, coders[model_format])
+    async with manager_with(coders[model_format], SETTINGS) as manager:
         yield manager
 
 
@@ -68,16 +82,14 @@ async def test_the_text_in_a_gap_ends_with_a_token_that_ends_a_file(coder, model
 async def test_a_model_without_these_tokens_refuses_a_gap(manager, chat_models, model_format):
     if model_format == "echo":
         pytest.skip("the echo engine fills gaps")
-    with pytest.raises(InvalidRequestError, match="tiny cannot fill a gap before a suffix") as refused:
+    with invalid("suffix", "tiny cannot fill a gap before a suffix"):
         await manager.submit(request(prompt=GAP))
-    assert refused.value.param == "suffix"
     assert not can_infill(chat_models[model_format])
 
 
 async def test_parts_around_a_gap_are_checked(coder):
-    with pytest.raises(InvalidRequestError, match="suffix has the lone surrogate") as refused:
+    with invalid("suffix", "suffix has the lone surrogate"):
         await coder.submit(request(prompt=InfillPrompt(prefix="a", suffix="\ud800")))
-    assert refused.value.param == "suffix"
     with pytest.raises(ContextLengthError):
         await coder.submit(request(prompt=InfillPrompt(prefix="a", suffix="word " * 1_000_000)))
 
@@ -120,3 +132,52 @@ async def test_tokens_are_decoded_by_the_model_that_was_looked_up(own, chat_mode
 
 async def test_an_empty_text_has_no_tokens(manager):
     assert await tokens_of(manager, "") == []
+
+
+# The same weights in both formats
+
+
+@pytest.fixture(scope="module")
+async def both(chat_models):
+    async with (
+        manager_with(chat_models["mlx"], SETTINGS) as mlx,
+        manager_with(chat_models["gguf"], SETTINGS) as gguf,
+    ):
+        yield mlx, gguf
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        PROMPT,
+        TextPrompt(text="Naïve 東京 😀 1234\n\n  x = y"),
+        TextPrompt(text="<|im_start|>user\nhi<|im_end|>\n"),
+        ChatPrompt(messages=({"role": "user", "content": "  Hi there!  "},)),
+        ChatPrompt(messages=TOOL_CONVERSATION[:2]),
+        ChatPrompt(messages=TOOL_CONVERSATION, tools=DESCRIBED_TOOLS),
+        ChatPrompt(messages=TOOL_CONVERSATION),
+    ],
+)
+async def test_both_formats_make_the_same_tokens_of_a_prompt(both, prompt):
+    prompts = []
+    for manager in both:
+        async with await manager.submit(request(prompt=prompt, max_tokens=0)) as stream:
+            prompts.append(stream.prompt)
+    assert prompts[0] == prompts[1]
+
+
+async def test_both_formats_generate_the_same_text_with_the_same_probabilities(both):
+    scored_request = request(max_tokens=20, top_logprobs=5, ignore_eos=True)
+    (text, ours), (other, theirs) = [
+        await finish_with_logprobs(await manager.submit(scored_request)) for manager in both
+    ]
+    assert text == other
+    for one, two in zip(ours, theirs, strict=True):
+        assert (one.token, one.text, one.bytes) == (two.token, two.text, two.bytes)
+        assert one.logprob == pytest.approx(two.logprob, abs=0.02)
+        assert [entry.logprob for entry in one.top] == pytest.approx([entry.logprob for entry in two.top], abs=0.02)
+
+
+async def test_both_formats_decode_tokens_to_the_same_text(both):
+    tokens = [300, 301, 2, 0, 218, 198, 10813, 242, 218]
+    assert len({await text_of(manager, tokens) for manager in both}) == 1

@@ -10,7 +10,7 @@ from tests.engine.cpu_blas.helpers import needs_slots
 
 
 @needs_slots
-def test_read_only_slots_are_written_and_are_read_only_again() -> None:
+def test_read_only_slots_are_written_and_are_read_only_again():
     page = elf.mmap.mmap(-1, elf.PAGE_BYTES)
     slot = ctypes.addressof(ctypes.c_char.from_buffer(page))
     elf.protect(slot, elf.PAGE_BYTES, elf.mmap.PROT_READ)

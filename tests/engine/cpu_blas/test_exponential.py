@@ -20,7 +20,7 @@ def library():
 
 @needs_x86
 @needs_fma
-def test_the_results_are_the_same_bits_in_all_operations_that_compute_exp(library: elf.Library) -> None:
+def test_the_results_are_the_same_bits_in_all_operations_that_compute_exp(library):
     random = np.random.default_rng(3)
     values = np.concatenate(
         [
@@ -42,7 +42,7 @@ def test_the_results_are_the_same_bits_in_all_operations_that_compute_exp(librar
 
 @needs_x86
 @needs_fma
-def test_the_function_is_replaced_with_the_blas_and_restored_with_it(library: elf.Library) -> None:
+def test_the_function_is_replaced_with_the_blas_and_restored_with_it(library):
     address = elf.symbol(library, exponential.SYMBOL)
     assert address is not None
     original = elf.read(address)
@@ -63,9 +63,7 @@ def test_the_function_is_replaced_with_the_blas_and_restored_with_it(library: el
         ("CODE", b"\xc3" + exponential.CODE[1:], "the results differ"),
     ],
 )
-def test_another_processor_or_build_of_mlx_keeps_its_function(
-    monkeypatch: pytest.MonkeyPatch, library: elf.Library, name: str, value: object, reason: str
-) -> None:
+def test_another_processor_or_build_of_mlx_keeps_its_function(monkeypatch, library, name, value, reason: str):
     monkeypatch.setattr(exponential, name, value)
     with pytest.raises(OSError, match=reason):
         exponential.Exponential(library).replace()

@@ -13,7 +13,7 @@ ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
 
 @needs_x86
-def test_sgemv_gives_the_same_product_of_a_row_as_sgemm() -> None:
+def test_sgemv_gives_the_same_product_of_a_row_as_sgemm():
     library = openblas.OpenBlas(1, platform.machine())
     number, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
     kind = ctypes.CFUNCTYPE(None, *[number] * 6, real, pointer, number, pointer, number, real, pointer, number)
@@ -54,7 +54,7 @@ def test_sgemv_gives_the_same_product_of_a_row_as_sgemm() -> None:
 
 
 @needs_x86
-def test_other_products_are_computed_by_sgemm() -> None:
+def test_other_products_are_computed_by_sgemm():
     """Column-major order, or an inner size of 0: sgemv would return another result or none."""
     library = openblas.OpenBlas(1, platform.machine())
     number, real, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_void_p

@@ -66,12 +66,12 @@ print(names, subprocess.check_output([sys.executable, "-c", command], text=True)
 
 @needs_slots
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python warns about every fork of a process with threads")
-def test_forks_while_mlx_computes_hang_neither_the_parent_nor_the_child() -> None:
+def test_forks_while_mlx_computes_hang_neither_the_parent_nor_the_child():
     run(WORKING + FORKS + CHILD_COMPUTES)
 
 
 @needs_slots
-def test_programs_started_while_mlx_computes_get_the_original_environment() -> None:
+def test_programs_started_while_mlx_computes_get_the_original_environment():
     assert run(WORKING + EXEC + "stop.set(); thread.join()") == "[] []"
 
 
@@ -96,7 +96,7 @@ def test_without_cpuinfo_no_special_kernels_are_chosen(tmp_path):
 
 
 @needs_x86
-def test_kernels_chosen_by_the_user_are_used() -> None:
+def test_kernels_chosen_by_the_user_are_used():
     assert "Nehalem" in run(
         "from lmx_lab.engine.cpu_blas import configure_blas; print(configure_blas().detail)",
         OPENBLAS_CORETYPE="Nehalem",
@@ -122,7 +122,7 @@ def slot_contents():
 
 
 @needs_slots
-def test_openblas_is_bound_and_the_original_is_restored(mlx_binding: openblas._Binding) -> None:
+def test_openblas_is_bound_and_the_original_is_restored(mlx_binding):
     installed = slot_contents()
     report = mlx_binding.configure("auto", 1)
     assert (report.name, report.threads) == ("openblas", 1)
@@ -136,7 +136,7 @@ def test_openblas_is_bound_and_the_original_is_restored(mlx_binding: openblas._B
 
 
 @needs_slots
-def test_several_threads_can_configure_at_once() -> None:
+def test_several_threads_can_configure_at_once():
     code = """
 import threading, mlx.core as mx
 from lmx_lab.engine.cpu_blas import configure_blas
@@ -165,9 +165,7 @@ FAULTS = {
 
 @needs_slots
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_leaves_mlx_unchanged_and_is_logged_once(
-    fault: str, mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_leaves_mlx_unchanged_and_is_logged_once(fault, mlx_binding, monkeypatch, caplog):
     module, name, value, words = FAULTS[fault]
     installed = slot_contents()
     with monkeypatch.context() as patch:
@@ -187,9 +185,7 @@ def _refuse(*_):
 
 
 @needs_slots
-def test_pages_that_stay_read_only_leave_mlx_unchanged(
-    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_that_stay_read_only_leave_mlx_unchanged(mlx_binding, monkeypatch):
     installed = slot_contents()
     with monkeypatch.context() as patch:
         patch.setattr(elf, "_protection", lambda _page: elf.mmap.PROT_READ)
@@ -199,9 +195,7 @@ def test_pages_that_stay_read_only_leave_mlx_unchanged(
 
 
 @needs_x86
-def test_without_executable_pages_a_single_row_is_computed_by_sgemm(
-    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_executable_pages_a_single_row_is_computed_by_sgemm(mlx_binding, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(elf, "protect", _refuse)
         report = mlx_binding.configure("auto", None)
@@ -209,9 +203,7 @@ def test_without_executable_pages_a_single_row_is_computed_by_sgemm(
 
 
 @needs_slots
-def test_another_blas_that_mlx_already_uses_is_kept(
-    mlx_binding: openblas._Binding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_blas_that_mlx_already_uses_is_kept(mlx_binding, monkeypatch):
     installed = slot_contents()
     with monkeypatch.context() as patch:
         patch.setattr(elf, "owner", lambda _address: "/usr/lib/libopenblas.so.0")
@@ -227,7 +219,7 @@ def test_nothing_is_bound_on_a_gpu(monkeypatch):
 
 @needs_slots
 @pytest.mark.parametrize("transposed", list(itertools.product((False, True), repeat=2)))
-def test_products_of_mlx_equal_those_of_numpy(transposed: tuple[bool, bool]) -> None:
+def test_products_of_mlx_equal_those_of_numpy(transposed):
     assert configure_blas("auto").name == "openblas"
     random = np.random.default_rng(1)
     for _ in range(60):
@@ -241,7 +233,7 @@ def test_products_of_mlx_equal_those_of_numpy(transposed: tuple[bool, bool]) -> 
 
 
 @needs_slots
-def test_a_process_exits_normally_with_either_blas() -> None:
+def test_a_process_exits_normally_with_either_blas():
     for choice in ("auto", "off"):
         run(f"from lmx_lab.engine.cpu_blas import configure_blas; configure_blas({choice!r})")
 

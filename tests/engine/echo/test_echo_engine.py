@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from lmx_lab.errors import (
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
 from lmx_lab.values.steering import SteeringVector
+from tests.support.asking import invalid
 from tests.support.engines import (
     ONLY_WAIT,
     PLACE_FORMAT,
@@ -32,7 +31,9 @@ from tests.support.engines import (
     finish_answer,
     is_place,
     load_entry,
+    manager_with,
 )
+from tests.support.programs import run_script
 
 pytestmark = pytest.mark.anyio
 CALL = '<tool_call>\n{"name": "look", "arguments": {"kind": "river", "wet": true}}\n</tool_call>'
@@ -41,8 +42,7 @@ ARGUMENTS = '{"kind": "river", "wet": true}'
 
 @pytest.fixture(scope="module")
 async def manager():
-    async with ModelManager(Settings()) as manager:
-        await load_entry(manager, ECHO)
+    async with manager_with(ECHO) as manager:
         yield manager
 
 
@@ -101,9 +101,8 @@ async def test_a_message_that_matches_the_format_is_repeated(manager):
 
 
 async def test_vectors_are_refused(manager):
-    with pytest.raises(InvalidRequestError, match='engine="mlx"') as refused:
+    with invalid("steer", 'engine="mlx"'):
         await run(manager, steer=(SteeringVector(layer=0, vector="AAAAAA=="),))
-    assert refused.value.param == "steer"
 
 
 async def test_similar_texts_have_similar_vectors(manager):
@@ -208,8 +207,7 @@ with launch("echo", port=0, loop="thread") as lab:
     assert lab.chat("Hello") and lab.models() is not None
     print(*({"mlx.core", "mlx_lm", "transformers", "xllamacpp"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == ""
+    assert run_script(program).strip() == ""
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from lmx_lab.engine import AnswerFormat, ToolUse
 from lmx_lab.engine.echo.model import echo_vocabulary
 from lmx_lab.engine.grammar import worker
 from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar, close_objects
-from lmx_lab.errors import InvalidRequestError
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
+from tests.support.asking import invalid
 
 OPTIONAL = ReasoningSection(start=("<think>",), end=("</think>",), open=False)
 OPEN = ReasoningSection(start=("<think>",), end=("</think>",), open=True)
@@ -238,9 +238,8 @@ def test_a_grammar_accepts_its_texts_and_no_others(grammar, texts, others):
     ],
 )
 def test_an_invalid_grammar_is_refused_with_the_place(grammar, message):
-    with pytest.raises(InvalidRequestError, match=message) as refused:
+    with invalid("grammar", message):
         build_grammar(AnswerFormat(kind="gbnf", text=grammar), None, None, markers={})
-    assert refused.value.param == "grammar"
 
 
 # The worker of the sandbox names the part that cannot be enforced. It is called in this process.

@@ -13,8 +13,9 @@ from lmx_lab.engine.grammar.compile import CACHE_SIZE, GrammarCompiler
 from lmx_lab.engine.sandbox import SandboxPool, shared_pool
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
+from tests.support.asking import invalid
 from tests.support.engines import matchers_of
-from tests.support.waiting import auntil, until
+from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +45,8 @@ def test_a_format_that_cannot_be_enforced_is_refused_with_the_reason(compiler, b
 
 def test_the_tool_with_invalid_parameters_is_named(compiler):
     tools = ToolUse(tools=(*TOOLS.tools, Tool(name="odd", parameters={"not": {}})), forced=True)
-    with pytest.raises(InvalidRequestError, match=r"the tool 'odd'.*not") as refused:
+    with invalid("tools.2.function.parameters", r"the tool 'odd'.*not"):
         matchers_of(compiler, grammar_for(None, tools), tools)
-    assert refused.value.param == "tools.2.function.parameters"
 
 
 def test_a_refusal_is_cached(table):
@@ -152,7 +152,7 @@ def test_only_the_grammar_that_crashes_the_sandbox_is_refused(table):
         await asyncio.sleep(0)
         (process,) = map(psutil.Process, pool.pids)
         before = process.cpu_times().user
-        await auntil(lambda: process.cpu_times().user > before + 0.2)
+        await auntil(lambda: process.cpu_times().user > before + 0.05)
         process.kill()
         await checking
 
@@ -162,24 +162,6 @@ def test_only_the_grammar_that_crashes_the_sandbox_is_refused(table):
     # The slow grammar may not have been the cause of the failure, so it is checked again.
     with pytest.raises(InvalidRequestError, match="longer than 2 s"):
         matchers_of(compiler, slow)
-    pool.close()
-
-
-def test_a_slow_grammar_does_not_delay_others(table):
-    pool = SandboxPool()
-    compiler = GrammarCompiler(lambda: table, pool=pool)
-
-    async def check():
-        slow = asyncio.create_task(compiler.matchers(grammar_for(AnswerFormat(kind="regex", text="a?" * 30_000)), 1))
-        await auntil(lambda: bool(pool.pids))
-        for number in range(3):
-            assert await compiler.matchers(grammar_for(schema({"const": number})), 1)
-        # The three grammars were checked in a second process.
-        assert pool.starts == 2
-        await slow
-
-    with pytest.raises(InvalidRequestError, match="longer than 2 s"):
-        pool.portal.run(check())
     pool.close()
 
 
@@ -204,14 +186,4 @@ def test_grammars_are_compiled_without_a_check_if_no_process_can_be_started(tabl
     pool = SandboxPool(start_s=0.0)
     assert matchers_of(GrammarCompiler(lambda: table, pool=pool), grammar_for(schema({"const": "x"})))
     assert "no process could be started: it was not ready within 0 s" in caplog.text
-    pool.close()
-
-
-def test_the_process_ends_with_the_compiler(table):
-    pool = SandboxPool()
-    compiler = GrammarCompiler(lambda: table, pool=pool)
-    matchers_of(compiler, grammar_for(schema({"const": "x"})))
-    assert len(pool.pids) == 1
-    del compiler
-    until(lambda: pool.pids == [])
     pool.close()

@@ -2,12 +2,10 @@
 
 import pytest
 
-from lmx_lab.engine import ModelManager
-from tests.support.engines import LLAMA_SETTINGS, entry_of, load_entry
+from tests.support.engines import LLAMA_SETTINGS, entry_of, manager_with
 
 
 @pytest.fixture
 async def manager(long_gguf):
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(long_gguf))
+    async with manager_with(entry_of(long_gguf), LLAMA_SETTINGS) as manager:
         yield manager

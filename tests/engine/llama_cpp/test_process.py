@@ -40,6 +40,7 @@ from tests.support.engines import (
     finish,
     llama_model,
     load_entry,
+    manager_with,
     numbers,
     pin,
     process_of,
@@ -165,8 +166,7 @@ async def test_an_unloaded_model_is_released_without_a_collection_of_cycles(mana
 async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(tiny_gguf, tmp_path):
     path = tmp_path / "cut.gguf"
     shutil.copy(tiny_gguf, path)
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(path))
+    async with manager_with(entry_of(path), LLAMA_SETTINGS) as manager:
         assert (await run(manager))[1].output_tokens == 8
         os.truncate(path, 4096)
         # The truncation may be detected before the request is sent.
@@ -175,28 +175,6 @@ async def test_a_file_that_is_truncated_while_it_is_used_ends_only_the_process(t
         assert manager.snapshot.state == "dead"
         await load_entry(manager, entry_of(tiny_gguf))
         assert (await run(manager))[1].output_tokens == 8
-
-
-def test_the_process_ends_when_its_parent_is_killed(tiny_gguf):
-    script = f"""
-import asyncio, sys
-from pathlib import Path
-from lmx_lab.engine import ModelManager
-from tests.support.engines import LLAMA_SETTINGS as SETTINGS, entry_of, load_entry, process_of, system_process_of
-async def main():
-    async with ModelManager(SETTINGS) as manager:
-        await load_entry(manager, entry_of(Path({str(tiny_gguf)!r})))
-        print(system_process_of(manager).pid, process_of(manager).socket, flush=True)
-        await asyncio.sleep(600)
-asyncio.run(main())
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        pid, socket = parent.stdout.readline().split()
-        child = psutil.Process(int(pid))
-        parent.kill()
-    child.wait(30)
-    assert not child.is_running()
-    shutil.rmtree(Path(socket).parent, ignore_errors=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS does not limit the memory of a process")
@@ -307,8 +285,7 @@ async def test_a_model_with_an_invalid_template_is_refused(manager, tiny_gguf, t
 
 
 async def test_a_model_without_a_template_refuses_messages(tiny_gguf, tmp_path):
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(with_template(tiny_gguf, None, tmp_path)))
+    async with manager_with(entry_of(with_template(tiny_gguf, None, tmp_path)), LLAMA_SETTINGS) as manager:
         with pytest.raises(LabError, match="tiny has no chat template; send a prompt to /v1/completions instead"):
             await run(manager, prompt=ChatPrompt(messages=({"role": "user", "content": "hi"},)))
         assert (await run(manager))[1].output_tokens == 8
@@ -355,8 +332,7 @@ async def test_after_an_error_of_a_full_disk_the_previous_model_is_loaded_again(
 
 
 async def test_a_suspended_process_delays_neither_deadlines_nor_the_stop(long_gguf):
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(long_gguf))
+    async with manager_with(entry_of(long_gguf), LLAMA_SETTINGS) as manager:
         process = system_process_of(manager)
         process.suspend()
         while process.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 (the signal takes effect later)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import ModelManager, TokenPrompt
+from lmx_lab.engine import TokenPrompt
 from tests.support.engines import (
     LLAMA_SETTINGS,
     entry_of,
     finish,
-    load_entry,
+    manager_with,
     numbers,
     request,
     run,
@@ -27,8 +27,7 @@ TURN = TokenPrompt(tokens=(*FIRST.tokens, *range(700, 760)))
 
 @asynccontextmanager
 async def server(folder, path):
-    async with ModelManager(replace(LLAMA_SETTINGS, prefix_cache_dir=folder)) as manager:
-        await load_entry(manager, entry_of(path))
+    async with manager_with(entry_of(path), replace(LLAMA_SETTINGS, prefix_cache_dir=folder)) as manager:
         yield manager
 
 

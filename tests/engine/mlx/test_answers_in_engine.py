@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import AnswerFormat, ModelManager, Sampling
+from lmx_lab.engine import AnswerFormat
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from tests.support.engines import (
@@ -17,8 +17,7 @@ from tests.support.engines import (
     chat_request,
     finish_answer,
     is_place,
-    load_entry,
-    until_idle,
+    manager_with,
 )
 
 pytestmark = pytest.mark.anyio
@@ -35,8 +34,7 @@ def manager(shared, thinker):
 
 @pytest.fixture
 async def own_manager(no_shared_model, thinker):
-    async with ModelManager(FOUR_SLOTS) as manager:
-        await load_entry(manager, thinker)
+    async with manager_with(thinker, FOUR_SLOTS) as manager:
         yield manager
 
 
@@ -118,26 +116,6 @@ async def test_constrained_and_free_answers_do_not_affect_each_other(manager):
         assert (one.text, one.reasoning, one.calls) == (other.text, other.reasoning, other.calls)
 
 
-async def test_a_seeded_answer_does_not_depend_on_the_rest_of_the_batch(manager):
-    drawn = Sampling(temperature=1, top_p=0.95, seed=7)
-    options = {
-        "sampling": drawn,
-        "answer_format": AnswerFormat(kind="regex", text="[a-z]{30}"),
-        "enable_thinking": False,
-    }
-    alone = await run(manager, **options)
-    others = [replace(drawn, seed=seed) for seed in (8, 9)]
-    answer = await asyncio.gather(
-        run(manager, **{**options, "sampling": others[0]}),
-        run(manager, content="Why?", max_tokens=20),
-        run(manager, **options),
-        run(manager, **{**options, "sampling": others[1]}),
-    )
-    assert len(alone.text) == 30
-    assert answer[2].text == alone.text
-    assert len({answer.text for answer in (answer[0], answer[2], answer[3])}) == 3
-
-
 # Log-probabilities, ends, errors
 
 
@@ -170,16 +148,6 @@ async def test_a_format_that_cannot_be_continued_ends_only_its_answer(manager):
     assert "no text can be a whole answer" in failing.message
     assert isinstance(neighbour, FinishedAnswer)
     assert (len(neighbour.text), neighbour.reason) == (60, "stop")
-    assert is_place((await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False)).text)
-
-
-async def test_a_constrained_answer_can_be_cancelled(manager):
-    long = AnswerFormat(kind="regex", text="[ab]{400}")
-    stream = await manager.submit(chat_request(answer_format=long, enable_thinking=False, max_tokens=400))
-    await anext(stream)
-    await stream.aclose()
-    await until_idle(manager)
-    assert stream.report is None
     assert is_place((await run(manager, answer_format=PLACE_FORMAT, enable_thinking=False)).text)
 
 

@@ -13,10 +13,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from lmx_lab.engine import ModelManager
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import finish, generating, load_entry, mlx_thread, numbers, request, run, until_written
+from tests.support.engines import finish, generating, manager_with, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
 SHARED = {"vocab_size": 49152, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 1024}
@@ -70,8 +69,7 @@ async def other(request, tmp_path, tiny):
     config = {**SHARED, **CONFIGS[request.param]}
     # On a thread of its own, whose MLX stream ends with it.
     await asyncio.to_thread(write_model, tmp_path / "models" / request.param, config, tiny.path)
-    async with ModelManager(Settings(slots=4)) as manager:
-        await load_entry(manager, Catalog(Settings(home=tmp_path)).resolve(request.param))
+    async with manager_with(Catalog(Settings(home=tmp_path)).resolve(request.param), Settings(slots=4)) as manager:
         yield manager
 
 
@@ -100,12 +98,9 @@ async def test_a_state_on_disk_continues_in_another_process(other, tmp_path):
     assert entry is not None
     plain = [await run(other, prompt=prompt, max_tokens=12) for prompt in (LONG, OTHER_TURN)]
     await other.unload()
-    async with ModelManager(settings) as manager:
-        await load_entry(manager, entry)
-        async with until_written(manager):
-            await run(manager, prompt=LONG, max_tokens=12)
-    async with ModelManager(settings) as manager:
-        await load_entry(manager, entry)
+    async with manager_with(entry, settings) as manager, until_written(manager):
+        await run(manager, prompt=LONG, max_tokens=12)
+    async with manager_with(entry, settings) as manager:
         kept = [await run(manager, prompt=prompt, max_tokens=12) for prompt in (LONG, OTHER_TURN)]
         assert [text for text, _ in kept] == [text for text, _ in plain]
         assert kept[0][1].disk_cached_tokens == 89

@@ -7,12 +7,11 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from lmx_lab.engine import ModelManager
 from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.mlx import weights
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.weights import Catalog
-from tests.support.engines import TWO_SLOTS, load_entry, mlx_engine, run
+from tests.support.engines import TWO_SLOTS, load_entry, manager_with, mlx_engine, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_shared_model")]
 WAIT_S = 60.0
@@ -50,8 +49,7 @@ def two(tiny_home, tiny):
 
 
 async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(tiny, two, slow):
-    async with ModelManager(TWO_SLOTS) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, TWO_SLOTS) as manager:
         used = mx.get_active_memory()
         slow.waits = True
         load = asyncio.create_task(load_entry(manager, two))
@@ -65,8 +63,7 @@ async def test_a_load_is_cancelled_between_tensors_and_its_memory_is_released(ti
 
 
 async def test_an_engine_thread_that_hangs_in_a_load_is_replaced(tiny, two, slow):
-    async with ModelManager(replace(TWO_SLOTS, load_timeout_s=20)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, replace(TWO_SLOTS, load_timeout_s=20)) as manager:
         mlx_engine(manager).cancel_s = 0.1
         slow.waits, slow.responds = True, False
         load = asyncio.create_task(load_entry(manager, two))

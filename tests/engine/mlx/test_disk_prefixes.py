@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import mlx.core as mx
 import pytest
 
-from lmx_lab.engine import ModelManager, TokenPrompt
+from lmx_lab.engine import TokenPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.support.engines import finish, generating, load_entry, mlx_thread, numbers, request, run, until_written
+from tests.support.engines import finish, generating, manager_with, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio
 FIRST = numbers(100)
@@ -22,8 +22,7 @@ THIRD = TokenPrompt(tokens=(*SECOND.tokens, *range(700, 760)))
 @asynccontextmanager
 async def server(folder, entry, **settings):
     """A manager with a cache of its own in memory, and the folder on disk."""
-    async with ModelManager(Settings(prefix_cache_dir=folder, **settings)) as manager:
-        await load_entry(manager, entry)
+    async with manager_with(entry, Settings(prefix_cache_dir=folder, **settings)) as manager:
         yield manager
 
 
@@ -58,8 +57,7 @@ async def test_a_new_server_computes_only_what_no_file_has(tmp_path, tiny):
         turn = TokenPrompt(tokens=(*SECOND.tokens[:140], *range(900, 910)))
         text, report = await run(manager, prompt=turn)
         assert report.disk_cached_tokens == 140
-    async with ModelManager(Settings()) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny) as manager:
         assert (await run(manager, prompt=turn))[0] == text
 
 

@@ -71,16 +71,22 @@ def job_of(encoder, texts, **changes):
     )
 
 
-def run(loop, *, busy=False):
+def step(loop, *jobs, busy=False):
+    for submitted in jobs:
+        loop.add(submitted)
+    loop.step(0.0, busy=busy)
+
+
+def run(loop, *jobs):
+    step(loop, *jobs)
     while not loop.idle:
-        loop.step(0.0, busy=busy)
+        step(loop)
 
 
 def computed(encoder, lengths, **changes):
     """Compute a single job of texts with these lengths, and return it."""
     loop, submitted = create_loop(), job(encoder, lengths, **changes)
-    loop.add(submitted)
-    run(loop)
+    run(loop, submitted)
     return submitted
 
 
@@ -90,17 +96,11 @@ def failure(of):
     return error
 
 
-def test_rows_are_in_the_order_of_the_texts():
-    submitted = computed(FakeEncoder(), [3, 9, 1, 2, 9])
-    assert submitted.done.result(timeout=0).ravel().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
-
-
 def test_equal_texts_are_computed_once():
     loop, encoder = create_loop(), FakeEncoder()
     texts = [TextTokens((1, 2)), TextTokens((5,)), TextTokens((1, 2)), TextTokens((1, 2), second_start=1)]
     submitted = job_of(encoder, texts)
-    loop.add(submitted)
-    run(loop)
+    run(loop, submitted)
     assert submitted.done.result(timeout=0).ravel().tolist() == [1.5, 5.5, 1.5, 1.5]
     assert sum(len(batch) for batch in encoder.batches) == 3
     report = submitted.report("watched")
@@ -115,7 +115,7 @@ def test_the_texts_of_a_batch_have_similar_lengths():
     loop.add(job(encoder, [10, 100, 11, 90, 50, 12]))
     shortest_shares = []
     while not loop.idle:
-        loop.step(0.0, busy=False)
+        step(loop)
         shortest_shares.append(min(encoder.lengths) / max(encoder.lengths))
     assert encoder.batches == [[1, 3], [4], [5, 2, 0]]
     assert min(shortest_shares) >= MIN_LENGTH_RATIO
@@ -124,8 +124,7 @@ def test_the_texts_of_a_batch_have_similar_lengths():
 @pytest.mark.parametrize(("busy", "tokens"), [(False, PART_TOKENS), (True, BUSY_PART_TOKENS)])
 def test_the_number_of_tokens_of_a_batch_is_limited(busy, tokens):
     loop, encoder = create_loop(), FakeEncoder()
-    loop.add(job(encoder, [64] * 500))
-    loop.step(0.0, busy=busy)
+    step(loop, job(encoder, [64] * 500), busy=busy)
     assert len(encoder.batches[0]) == tokens // 64
 
 
@@ -133,8 +132,7 @@ def test_the_number_of_tokens_of_a_batch_is_limited(busy, tokens):
 def test_a_batch_has_a_part_for_each_core():
     loop, encoder = create_loop(threads=2), FakeEncoder()
     submitted = job(encoder, [64] * 7)
-    loop.add(submitted)
-    loop.step(0.0, busy=False)
+    step(loop, submitted)
     assert [len(part) for part in encoder.batches] == [4, 3]
     run(loop)
     assert submitted.done.result(timeout=0).ravel().tolist() == [at + 0.5 for at in range(7)]
@@ -144,8 +142,7 @@ def test_a_batch_has_a_part_for_each_core():
 def test_cancelling_ends_all_parts_of_a_batch():
     loop, encoder = create_loop(threads=2), FakeEncoder(layers=5)
     submitted = job(encoder, [64] * 7)
-    loop.add(submitted)
-    loop.step(0.0, busy=False)
+    step(loop, submitted)
     loop.cancel(submitted)
     assert encoder.closed == 2
 
@@ -160,12 +157,11 @@ def test_a_text_longer_than_a_batch_is_computed_alone():
 def test_one_text_does_not_wait_for_ten_thousand():
     loop, encoder = create_loop(), FakeEncoder(layers=1)
     flood, single = job(encoder, [30] * 10_000), job(encoder, [5], first=20_000)
-    loop.add(flood)
-    loop.step(0.0, busy=False)
+    step(loop, flood)
     loop.add(single)
     while not single.done.done():
         assert len(encoder.batches) <= 3
-        loop.step(0.0, busy=False)
+        step(loop)
     run(loop)
     assert len(flood.done.result(timeout=0)) == 10_000
 
@@ -173,26 +169,21 @@ def test_one_text_does_not_wait_for_ten_thousand():
 def test_texts_of_several_requests_share_a_batch():
     loop, encoder = create_loop(), FakeEncoder()
     one, two = job(encoder, [30] * 3), job(encoder, [29], first=100)
-    loop.add(one)
-    loop.add(two)
-    run(loop)
+    run(loop, one, two)
     assert encoder.batches == [[2, 1, 0, 100]]
     assert two.done.result(timeout=0).tolist() == [[100.5]]
 
 
 def test_texts_for_different_models_do_not_share_a_batch():
     loop, encoder, other = create_loop(), FakeEncoder(), FakeEncoder()
-    loop.add(job(encoder, [30]))
-    loop.add(job(other, [30], first=7))
-    run(loop)
+    run(loop, job(encoder, [30]), job(other, [30], first=7))
     assert (encoder.batches, other.batches) == ([[0]], [[7]])
 
 
 def test_cancelling_ends_a_batch_between_two_layers():
     loop, encoder = create_loop(), FakeEncoder(layers=5)
     submitted = job(encoder, [300])
-    loop.add(submitted)
-    loop.step(0.0, busy=False)
+    step(loop, submitted)
     loop.cancel(submitted)
     assert encoder.closed == 1
     assert loop.idle
@@ -202,9 +193,7 @@ def test_cancelling_ends_a_batch_between_two_layers():
 def test_cancelling_one_request_does_not_end_others_of_the_batch():
     loop, encoder = create_loop(), FakeEncoder(layers=5)
     leaves, stays = job(encoder, [100]), job(encoder, [100], first=9)
-    loop.add(leaves)
-    loop.add(stays)
-    loop.step(0.0, busy=False)
+    step(loop, leaves, stays)
     loop.cancel(leaves)
     run(loop)
     assert encoder.closed == 0
@@ -214,8 +203,7 @@ def test_cancelling_one_request_does_not_end_others_of_the_batch():
 def test_cancelling_twice_or_too_late_does_nothing():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [3])
-    loop.add(submitted)
-    run(loop)
+    run(loop, submitted)
     loop.cancel(submitted)
     loop.cancel(submitted)
     assert submitted.done.result(timeout=0).tolist() == [[0.5]]
@@ -225,9 +213,7 @@ def test_only_the_requests_of_a_failed_batch_fail():
     loop, encoder, other = create_loop(), FakeEncoder(), FakeEncoder()
     broken, fine = job(encoder, [300]), job(other, [10])
     encoder.failure_to_raise = ValueError("no such shape")
-    loop.add(broken)
-    loop.add(fine)
-    run(loop)
+    run(loop, broken, fine)
     assert "no such shape" in failure(broken).message
     assert fine.done.result(timeout=0).tolist() == [[0.5]]
 
@@ -248,10 +234,8 @@ def test_the_error_of_a_batch_that_ran_out_of_memory_names_the_next_step():
 def test_a_result_that_cannot_be_made_fails_its_request_only():
     loop, encoder = create_loop(), FakeEncoder()
     broken, fine = job(encoder, [30]), job(encoder, [30], first=9, raw=True)
-    loop.add(broken)
-    loop.add(fine)
     encoder.activation_fails = True
-    run(loop)
+    run(loop, broken, fine)
     assert "could not be made from the computed rows" in failure(broken).message
     assert fine.done.result(timeout=0).tolist() == [[9.0]]
 
@@ -259,8 +243,7 @@ def test_a_result_that_cannot_be_made_fails_its_request_only():
 def test_a_running_batch_keeps_the_activation_of_its_model():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [30])
-    loop.add(submitted)
-    loop.step(0.0, busy=False)
+    step(loop, submitted)
     del encoder
     run(loop)
     assert submitted.done.result(timeout=0).tolist() == [[0.5]]
@@ -272,9 +255,9 @@ def test_while_answers_are_generated_a_batch_waits_for_memory():
     submitted = job(encoder, [64])
     loop.add(submitted)
     for _ in range(3):
-        loop.step(0.0, busy=True)
+        step(loop, busy=True)
     assert not submitted.done.done()
-    loop.step(0.0, busy=False)
+    step(loop)
     assert isinstance(failure(submitted), ContextLengthError)
     assert "64 tokens needs 0.06 GB" in failure(submitted).message
 
@@ -290,8 +273,7 @@ def test_requests_for_an_unloaded_encoder_end():
     loop, encoder = create_loop(), FakeEncoder()
     submitted = job(encoder, [3])
     del encoder
-    loop.add(submitted)
-    run(loop)
+    run(loop, submitted)
     assert "was unloaded" in failure(submitted).message
 
 
@@ -300,8 +282,7 @@ def test_a_batch_is_as_large_as_memory_allows():
     encoder = FakeEncoder(bytes_per_token=1000)
     loop = create_loop(limit_bytes=memory.used_bytes() + 100_000, make_room=room.append)
     submitted = job(encoder, [64] * 3)
-    loop.add(submitted)
-    run(loop)
+    run(loop, submitted)
     assert room
     assert encoder.batches == [[2], [1], [0]]
     assert submitted.done.done()
@@ -310,9 +291,7 @@ def test_a_batch_is_as_large_as_memory_allows():
 def test_all_jobs_can_be_ended_each_once():
     loop, encoder = create_loop(), FakeEncoder(layers=5)
     jobs = [job(encoder, [300]), job(encoder, [10])]
-    for submitted in jobs:
-        loop.add(submitted)
-    loop.step(0.0, busy=False)
+    step(loop, *jobs)
     loop.end_all(loop.jobs, EngineError("stopped"))
     assert [failure(submitted).message for submitted in jobs] == ["stopped", "stopped"]
     assert loop.idle

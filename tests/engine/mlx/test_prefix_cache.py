@@ -54,21 +54,6 @@ def cache():
     return PrefixCache(limit_bytes=10_000)
 
 
-def test_a_later_turn_of_a_session_finds_the_earlier_ones(cache):
-    store(cache, FIRST)
-    assert cached_prefix(cache, (*FIRST, 7, 8, 9)) == FIRST
-
-
-def test_one_token_of_a_fully_cached_prompt_is_computed(cache):
-    store(cache, FIRST)
-    assert cached_prefix(cache, FIRST) == FIRST[:-1]
-
-
-def test_a_prompt_that_differs_in_the_middle_finds_the_common_prefix(cache):
-    store(cache, FIRST)
-    assert cached_prefix(cache, (*FIRST[:50], 7, 7, 7)) == FIRST[:50]
-
-
 def test_a_state_that_cannot_be_trimmed_is_used_only_as_a_whole(cache):
     store(cache, FIRST, can_be_trimmed=False)
     assert cached_prefix(cache, (*FIRST[:50], 7, 7, 7)) is None
@@ -109,12 +94,6 @@ def test_a_state_larger_than_the_limit_is_not_stored(cache):
     store(cache, FIRST)
     store(cache, tuple(range(5000, 7000)))
     assert len(cache) == 1
-
-
-def test_with_a_limit_of_zero_nothing_is_stored():
-    cache = PrefixCache(limit_bytes=0)
-    store(cache, FIRST)
-    assert len(cache) == 0
 
 
 def test_shrinking_does_not_change_the_limit(cache):

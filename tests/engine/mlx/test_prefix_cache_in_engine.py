@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
+from lmx_lab.engine import Sampling, TokenPrompt
 from lmx_lab.engine.mlx import memory
 from lmx_lab.settings import Settings
 from tests.support.engines import (
@@ -12,6 +12,7 @@ from tests.support.engines import (
     finish,
     generating,
     load_entry,
+    manager_with,
     mlx_thread,
     numbers,
     request,
@@ -29,8 +30,7 @@ async def test_a_cached_prefix_does_not_change_the_answer(manager, tiny):
     different = TokenPrompt(tokens=(*FIRST.tokens[:60], *range(7000, 7030)))
     with_cache, report = await run(manager, prompt=different, max_tokens=20)
     assert report.cached_tokens == 60
-    async with ModelManager(Settings(prefix_cache_bytes=0)) as fresh:
-        await load_entry(fresh, tiny)
+    async with manager_with(tiny, Settings(prefix_cache_bytes=0)) as fresh:
         assert (await run(fresh, prompt=different, max_tokens=20))[0] == with_cache
         assert (await run(fresh, prompt=different, max_tokens=20))[1].cached_tokens == 0
 
@@ -55,8 +55,7 @@ async def test_choices_are_scored_after_their_cached_question(manager, tiny):
     assert whole.count(None) == 1
     _, report = await run(manager, prompt=FIRST)
     assert report.cached_tokens == 99
-    async with ModelManager(Settings(prefix_cache_bytes=0)) as fresh:
-        await load_entry(fresh, tiny)
+    async with manager_with(tiny, Settings(prefix_cache_bytes=0)) as fresh:
         for choice, (scores, _) in zip(choices, found, strict=True):
             expected, _ = await score(fresh, *choice)
             assert scores[100:] == pytest.approx(expected[100:], abs=1e-5)
@@ -100,8 +99,7 @@ async def test_the_answers_to_one_request_share_its_prompt(manager):
 @pytest.fixture
 async def small(tiny):
     """A cache for about 200 tokens, of 512 bytes each."""
-    async with ModelManager(Settings(prefix_cache_bytes=100_000)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(prefix_cache_bytes=100_000)) as manager:
         yield manager
 
 
@@ -123,8 +121,7 @@ async def test_unloading_drops_the_cache(own_manager, tiny):
 
 
 async def footprint(model):
-    async with ModelManager(Settings()) as manager:
-        await load_entry(manager, model)
+    async with manager_with(model) as manager:
         # Only the numbers: a reference to the model would keep its weights in the memory that is measured next.
         return await mlx_thread(manager).call(lambda thread: generating(thread).weights.traits.footprint)
 
@@ -133,8 +130,7 @@ async def footprint(model):
 async def test_the_cache_is_dropped_first_when_memory_is_short(tiny, tiny_home):
     # Beside the weights there is memory for one request of 300 tokens and the computation of its prompt.
     needed = (await footprint(tiny)).running_bytes([300], chunk=memory.MAX_CHUNK_TOKENS)
-    async with ModelManager(Settings(memory_limit_bytes=needed + 60_000, prefix_cache_bytes=200_000)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(memory_limit_bytes=needed + 60_000, prefix_cache_bytes=200_000)) as manager:
         await run(manager, prompt=FIRST)
         kept = manager.snapshot.prefix_cache_bytes
         await run(manager, prompt=numbers(250, start=9000), max_tokens=50)
@@ -146,8 +142,7 @@ async def test_the_cache_is_dropped_first_when_memory_is_short(tiny, tiny_home):
 @pytest.mark.usefixtures("no_shared_model")
 async def test_requests_wait_for_memory(tiny):
     two = (await footprint(tiny)).running_bytes([200, 200], chunk=memory.MAX_CHUNK_TOKENS)
-    async with ModelManager(Settings(memory_limit_bytes=two + 1000, prefix_cache_bytes=0)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(memory_limit_bytes=two + 1000, prefix_cache_bytes=0)) as manager:
         most = 0
         prompts = [numbers(100, start=1000 * at) for at in range(1, 6)]
         streams = [await manager.submit(request(prompt=prompt, max_tokens=100)) for prompt in prompts]
@@ -168,8 +163,7 @@ async def test_requests_wait_for_memory(tiny):
 @pytest.mark.usefixtures("no_shared_model")
 async def test_the_error_names_the_context_that_memory_allows_and_that_of_the_model(tiny):
     limit = (await footprint(tiny)).running_bytes([256], chunk=256)
-    async with ModelManager(Settings(memory_limit_bytes=limit)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(memory_limit_bytes=limit)) as manager:
         assert manager.snapshot.context_length == 256
         with pytest.raises(Exception, match=r"400 tokens.*takes 256 as it is loaded \(its own limit is 512\)"):
             await run(manager, prompt=numbers(400))
@@ -210,8 +204,7 @@ async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny):
         sizes.running_bytes([500], chunk=memory.MAX_CHUNK_TOKENS),
     )
     assert two - one > 300_000
-    async with ModelManager(Settings(memory_limit_bytes=two - 20_000, prefix_cache_bytes=200_000)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(memory_limit_bytes=two - 20_000, prefix_cache_bytes=200_000)) as manager:
         await run(manager, prompt=FIRST)
         kept = manager.snapshot.prefix_cache_bytes
         runs = await manager.submit(request(prompt=numbers(4, start=30_000), max_tokens=490, ignore_eos=True))
@@ -225,8 +218,7 @@ async def test_a_request_that_waits_for_memory_does_not_drop_the_cache(tiny):
 
 
 async def test_without_a_cache_no_request_waits_for_the_prefix_of_another(tiny):
-    async with ModelManager(Settings(prefix_cache_bytes=0)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(prefix_cache_bytes=0)) as manager:
         first = await manager.submit(request(prompt=numbers(400), max_tokens=50))
         second = await manager.submit(request(prompt=numbers(400), max_tokens=50))
         await anext(first)

@@ -6,7 +6,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from lmx_lab.engine import EmbeddingRequest, ModelManager, Ranking, RerankRequest, TokenPrompt
+from lmx_lab.engine import EmbeddingRequest, ModelManager, RerankRequest, TokenPrompt
 from lmx_lab.engine.mlx.engine import MlxEncoder
 from lmx_lab.errors import (
     EngineDeadError,
@@ -18,15 +18,7 @@ from lmx_lab.errors import (
     QueueFullError,
 )
 from lmx_lab.settings import Settings
-from tests.support.engines import (
-    finish,
-    load_entry,
-    mlx_thread,
-    pin,
-    request,
-    run,
-    until_idle,
-)
+from tests.support.engines import finish, load_entry, manager_with, mlx_thread, pin, request, run, until_idle
 from tests.support.models import write_tiny_bert
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -52,8 +44,7 @@ def both(shared, tiny, minilm):
 @pytest.fixture
 async def own_embedder(no_shared_model, minilm):
     """A manager for one test, which may unload or pin models, or end the thread."""
-    async with ModelManager(ONE) as manager:
-        await load_entry(manager, minilm)
+    async with manager_with(minilm, ONE) as manager:
         yield manager
 
 
@@ -93,39 +84,20 @@ def long(count):
     return EmbeddingRequest(inputs=tuple(f"text number {at} " + "of the sea " * 40 for at in range(count)))
 
 
-async def test_simultaneous_requests_get_their_own_vectors(embedder):
-    alone = [await vectors(embedder, text) for text in SENTENCES]
-    together = await asyncio.gather(*(vectors(embedder, text) for text in SENTENCES))
-    for one, other in zip(alone, together, strict=True):
-        assert np.allclose(one, other, atol=1e-5)
-
-
-async def test_an_embedding_model_ranks_by_cosine(embedder):
-    ranking = await embedder.rerank(RerankRequest(query="ocean water", documents=SENTENCES))
-    rows = await vectors(embedder, "ocean water", *SENTENCES)
-    assert ranking.method == "cosine"
-    assert ranking.order()[0] == 0
-    assert np.allclose(ranking.scores, rows[1:] @ rows[0], atol=1e-5)
-    assert ranking.report.texts == 4
+async def begin_texts(manager, gate, count):
+    """Return a task that waits at the gate after a first step of ``long(count)``."""
+    gate.shut()
+    running = asyncio.create_task(manager.embed(long(count)))
+    await gate.reached()
+    return running
 
 
 async def test_a_reranker_is_preferred_to_an_embedding_model(own_both, reranker):
     await pin(own_both, reranker)
     ranking = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES))
     assert (ranking.method, ranking.report.model) == ("cross-encoder", "tiny-reranker")
-    assert ((ranking.scores > 0) & (ranking.scores < 1)).all()
-    raw = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES, raw_scores=True))
-    assert np.allclose(1 / (1 + np.exp(-raw.scores)), ranking.scores, atol=1e-6)
     named = await own_both.rerank(RerankRequest(query="sea", documents=SENTENCES, model="minilm-l6"))
     assert named.method == "cosine"
-
-
-def test_the_order_is_stable():
-    scores = np.array([0.5, 0.9, 0.5, 0.9, 0.1], np.float32)
-    ranking = Ranking(scores=scores, method="cosine", report=None)
-    assert ranking.order() == [1, 3, 0, 2, 4]
-    assert ranking.order(2) == [1, 3]
-    assert ranking.order(99) == [1, 3, 0, 2, 4]
 
 
 # Texts and answers at the same time
@@ -156,23 +128,11 @@ async def test_texts_do_not_change_an_answer(both):
     assert again == text
 
 
-async def test_a_request_of_one_text_does_not_wait_for_one_of_many(embedder, gate):
-    gate.shut()
-    flood = asyncio.create_task(embedder.embed(long(300)))
-    await gate.reached()
-    gate.open()
-    await vectors(embedder, SENTENCES[0])
-    assert not flood.done()
-    flood.cancel()
-
-
 # Loads and unloads
 
 
 async def test_requests_of_pinned_models_continue_during_an_unload(own_both, gate):
-    gate.shut()
-    embedding = asyncio.create_task(own_both.embed(long(4)))
-    await gate.reached()
+    embedding = await begin_texts(own_both, gate, 4)
     unloading = asyncio.create_task(own_both.unload())
     await asyncio.sleep(0)
     gate.let_pass(2)
@@ -183,9 +143,7 @@ async def test_requests_of_pinned_models_continue_during_an_unload(own_both, gat
 
 
 async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(own_embedder, gate):
-    gate.shut()
-    running = asyncio.create_task(own_embedder.embed(long(4)))
-    await gate.reached()
+    running = await begin_texts(own_embedder, gate, 4)
     waiting = asyncio.create_task(vectors(own_embedder, SENTENCES[0]))
     while mlx_thread(own_embedder)._commands.empty():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -206,11 +164,8 @@ async def test_an_unload_waits_for_running_texts_and_refuses_queued_ones(own_emb
 
 @pytest.mark.usefixtures("no_shared_model")
 async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm, gate):
-    async with ModelManager(Settings(drain_s=0)) as manager:
-        await load_entry(manager, minilm)
-        gate.shut()
-        running = asyncio.create_task(manager.embed(long(4)))
-        await gate.reached()
+    async with manager_with(minilm, Settings(drain_s=0)) as manager:
+        running = await begin_texts(manager, gate, 4)
         unloading = asyncio.create_task(manager.unload())
         await asyncio.sleep(0)
         gate.let_pass(2)
@@ -220,8 +175,7 @@ async def test_an_unload_waits_for_texts_no_longer_than_drain_s(minilm, gate):
 
 
 async def test_texts_count_as_use_of_the_loaded_embedding_model(minilm):
-    async with ModelManager(Settings(idle_unload_s=1000)) as manager:
-        await load_entry(manager, minilm)
+    async with manager_with(minilm, Settings(idle_unload_s=1000)) as manager:
         main = manager.main
         main.admission.used_at -= 900
         before = main.admission.used_at
@@ -238,8 +192,7 @@ async def test_a_model_too_large_to_be_pinned_is_refused_before_it_is_loaded(min
 
 @pytest.mark.usefixtures("no_shared_model")
 async def test_a_chat_model_may_use_the_memory_that_pinned_models_leave(tiny, minilm):
-    async with ModelManager(Settings(memory_limit_bytes=95_000_000)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(memory_limit_bytes=95_000_000)) as manager:
         await manager.unload()
         await pin(manager, minilm)
         with pytest.raises(OutOfMemoryError, match=r"0\.00 GB are allowed"):
@@ -309,8 +262,7 @@ async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_
 @pytest.mark.parametrize("changes", [{"model": "other"}, {"prompt": TokenPrompt(tokens=(1,) * 10_000)}])
 @pytest.mark.usefixtures("no_shared_model")
 async def test_errors_of_chat_requests_do_not_keep_the_model_in_memory(tiny, changes):
-    async with ModelManager(Settings()) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny) as manager:
         with pytest.raises(LabError) as kept:
             await manager.submit(request(**changes))
         assert await manager.unload() > 6_000_000
@@ -330,9 +282,7 @@ async def test_the_number_of_characters_in_all_requests_is_limited(embedder, mon
 
 
 async def test_quiescing_ends_requests_of_pinned_models_too(own_both, gate):
-    gate.shut()
-    embedding = asyncio.create_task(own_both.embed(long(4)))
-    await gate.reached()
+    embedding = await begin_texts(own_both, gate, 4)
     stopping = asyncio.create_task(own_both.quiesce(0))
     await asyncio.sleep(0)
     gate.let_pass(2)
@@ -347,9 +297,7 @@ TOKENS = 2000 * 100
 
 async def test_cancelling_a_request_cancels_its_computation(embedder, gate):
     before = embedder.snapshot.totals.encoded_tokens
-    gate.shut()
-    embedding = asyncio.create_task(embedder.embed(long(2000)))
-    await gate.reached()
+    embedding = await begin_texts(embedder, gate, 2000)
     gate.open()
     embedding.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -362,9 +310,7 @@ async def test_stopping_ends_running_requests(minilm, gate):
     manager = ModelManager(Settings())
     await asyncio.to_thread(manager.start)
     await load_entry(manager, minilm)
-    gate.shut()
-    embedding = asyncio.create_task(manager.embed(long(200)))
-    await gate.reached()
+    embedding = await begin_texts(manager, gate, 200)
     gate.open()
     await asyncio.to_thread(manager.stop)
     with pytest.raises(EngineDeadError):
@@ -396,8 +342,7 @@ async def test_the_refusal_without_a_model_names_the_next_step():
 
 
 async def test_a_reranker_does_not_embed(reranker):
-    async with ModelManager(Settings()) as manager:
-        await load_entry(manager, reranker)
+    async with manager_with(reranker) as manager:
         with pytest.raises(NotLoadedError, match="tiny-reranker is a reranker"):
             await vectors(manager, "text")
         with pytest.raises(InvalidRequestError, match="is a reranker"):

@@ -1,13 +1,12 @@
 """Sampling parameters change the answer of their request, and no other answer of the batch."""
 
-import asyncio
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from lmx_lab.engine import ModelManager, Sampling, TokenPrompt
+from lmx_lab.engine import Sampling, TokenPrompt
 from lmx_lab.engine.mlx.sampling import RandomSampler, answer_token, prompt_token
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.errors import InvalidRequestError
@@ -18,7 +17,7 @@ from tests.support.engines import (
     finish,
     finish_with_logprobs,
     generating,
-    load_entry,
+    manager_with,
     mlx_thread,
     numbers,
     request,
@@ -42,22 +41,13 @@ def wide(shared, tiny):
 
 @pytest.fixture
 async def own_wide(no_shared_model, tiny):
-    async with ModelManager(EIGHT_SLOTS) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, EIGHT_SLOTS) as manager:
         yield manager
 
 
 async def tokens(manager, sampling, count=12):
     stream = await manager.submit(request(sampling=sampling, max_tokens=count, top_logprobs=0, ignore_eos=True))
     return [entry.token for entry in (await finish_with_logprobs(stream))[1]]
-
-
-async def test_seeds_in_one_batch_are_independent(wide):
-    seeds = [0, 1, -1, 2**64, 2**64 + 1, 10**400, -(10**400)]
-    alone = [await tokens(wide, replace(WILD, seed=seed)) for seed in seeds]
-    together = await asyncio.gather(*(tokens(wide, replace(WILD, seed=seed)) for seed in seeds))
-    assert list(together) == alone
-    assert len({tuple(drawn) for drawn in alone}) == len(seeds)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-20, 1e-6, 1e-3])

@@ -23,7 +23,8 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob
 from lmx_lab.weights import Catalog
-from tests.support.engines import finish_with_logprobs, load_entry, request, run
+from tests.support.asking import invalid
+from tests.support.engines import finish_with_logprobs, load_entry, manager_with, request, run
 from tests.support.models import teach_thinking
 
 PAST = [*range(10, 40), 90, 91, 10, 11, 12]
@@ -170,16 +171,14 @@ async def test_answers_are_the_same_with_and_without_drafts(repetitive, tiny):
 async def test_a_draft_model_that_cannot_be_used_is_refused(tiny, tmp_path):
     folder = shutil.copytree(tiny.path, tmp_path / "other")
     teach_thinking(folder)
-    async with ModelManager(Settings()) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny) as manager:
         other = "other has a vocabulary of 49,152 tokens and tiny one of 49,152, and 4 tokens are not the same"
         for draft, reason in (
             (str(folder), other),
             ("no-model", "the draft model cannot be used: there is no model 'no-model'"),
         ):
-            with pytest.raises(LabError, match=reason) as refused:
+            with invalid("draft", reason, LabError):
                 await load_entry(manager, tiny, LoadSpec(model=tiny.id, draft=draft))
-            assert refused.value.param == "draft"
         assert manager.snapshot.state == "ready"
 
 

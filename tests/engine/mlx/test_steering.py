@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 
-from lmx_lab.engine import Caller, ModelManager, Sampling, TokenPrompt
+from lmx_lab.engine import Caller, Sampling, TokenPrompt
 from lmx_lab.engine.mlx.capture.points import find_parts, find_points
 from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.speculative import SpeculativeBatch
@@ -21,11 +21,12 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.steering import SteeringVector, encode_components
+from tests.support.asking import invalid
 from tests.support.engines import (
     engine_paused,
     finish,
     finish_with_logprobs,
-    load_entry,
+    manager_with,
     numbers,
     request,
     run,
@@ -74,8 +75,7 @@ def assert_same(answer, expected):
 @pytest.fixture
 async def fresh(no_shared_model, tiny):
     """A manager without a prefix cache, so that every request computes its whole prompt."""
-    async with ModelManager(Settings(slots=4, prefix_cache_bytes=0)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(slots=4, prefix_cache_bytes=0)) as manager:
         yield manager
 
 
@@ -138,16 +138,6 @@ async def test_one_of_two_identical_requests_is_steered_and_the_other_unchanged(
         assert_same(found, await alone(fresh, **each))
 
 
-async def test_zero_vectors_change_nothing(fresh):
-    plain = options()
-    expected = await alone(fresh, **plain)
-    zero = [vector(layer, scale=0.0) for layer in range(LAYERS)]
-    # Two vectors of one layer are added.
-    opposite = [vector(scale=2.0), vector(scale=-2.0)]
-    for answer in await together(fresh, options(*zero), options(*opposite), plain):
-        assert_same(answer, expected)
-
-
 async def test_steered_rows_stay_the_same_while_others_join_and_leave(fresh):
     requests = [
         options(max_tokens=4),
@@ -177,8 +167,7 @@ async def test_the_scores_of_a_steered_prompt_are_its_log_probabilities(fresh):
 
 
 async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tmp_path, tiny):
-    async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(prefix_cache_dir=tmp_path)) as manager:
         steered, _ = await run(manager, prompt=PROMPT, steer=(vector(),))
         assert steered != (await run(manager, prompt=PROMPT, steer=(vector(scale=2.0),)))[0]
         async with until_written(manager):
@@ -192,8 +181,7 @@ async def test_caches_of_steered_requests_are_used_only_with_the_same_vectors(tm
         assert (again, report.cached_tokens) == (plain, len(PROMPT.tokens) - 1)
     # Only the state of the request without vectors is on disk.
     assert sum(name.endswith(".safetensors") for name in os.listdir(tmp_path)) == 1
-    async with ModelManager(Settings(prefix_cache_dir=tmp_path)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(prefix_cache_dir=tmp_path)) as manager:
         again, report = await run(manager, prompt=PROMPT, steer=(vector(),))
         assert (again, report.cached_tokens) == (steered, 0)
 
@@ -206,8 +194,7 @@ async def test_drafts_do_not_change_a_steered_answer(no_shared_model, tiny, monk
     answers = []
     # The draft model is not steered, so it drafts other tokens.
     for options_ in ({"prompt_lookup": False}, {"prompt_lookup": True}, {"draft": str(tiny.path)}):
-        async with ModelManager(Settings()) as manager:
-            await load_entry(manager, tiny, LoadSpec(model=tiny.id, **options_))
+        async with manager_with(tiny, spec=LoadSpec(model=tiny.id, **options_)) as manager:
             answers.append(await run(manager, **asked))
     (plain, report), (looked_up, with_lookup), (drafted, with_draft) = answers
     assert plain == looked_up == drafted
@@ -217,8 +204,7 @@ async def test_drafts_do_not_change_a_steered_answer(no_shared_model, tiny, monk
 
 async def test_a_steered_answer_continues_after_a_pause(no_shared_model, tiny):
     bodies = [options(vector(seed=seed), max_tokens=150, top_logprobs=None) for seed in range(2)]
-    async with ModelManager(Settings(slots=2), turns=Turns(wait_s=0.0, turn_s=0.0)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(slots=2), turns=Turns(wait_s=0.0, turn_s=0.0)) as manager:
         expected = [(await run(manager, **body))[0] for body in bodies]
         streams = [await manager.submit(request(**body, caller=Caller(client="192.0.2.1"))) for body in bodies]
         answers = [asyncio.create_task(finish(stream)) for stream in streams]
@@ -242,9 +228,8 @@ async def test_a_steered_answer_continues_after_a_pause(no_shared_model, tiny):
     ],
 )
 async def test_a_vector_that_does_not_fit_is_refused(manager, wrong, message):
-    with pytest.raises(InvalidRequestError, match=message) as refused:
+    with invalid("steer", message):
         await manager.submit(request(steer=(wrong,) * 4))
-    assert refused.value.param == "steer"
     assert (await run(manager))[1].output_tokens
 
 
@@ -258,10 +243,8 @@ async def test_a_vector_that_does_not_fit_is_refused(manager, wrong, message):
     ],
 )
 async def test_an_answer_whose_values_are_not_finite_ends_with_an_error(no_shared_model, tiny, changes):
-    async with ModelManager(Settings(slots=4, dtype="float16")) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(slots=4, dtype="float16")) as manager:
         neighbour = asyncio.create_task(alone(manager, **options(max_tokens=20)))
-        with pytest.raises(InvalidRequestError, match="not finite; use a smaller scale") as refused:
+        with invalid("steer", "not finite; use a smaller scale"):
             await alone(manager, **options(vector(scale=LONG), **changes))
-        assert refused.value.param == "steer"
         assert (await neighbour)[0] == (await alone(manager, **options(max_tokens=20)))[0]

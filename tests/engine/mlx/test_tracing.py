@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from lmx_lab.engine import ModelManager, TextPrompt, TokenPrompt, TraceRequest
+from lmx_lab.engine import TextPrompt, TokenPrompt, TraceRequest
 from lmx_lab.engine.mlx import thread, tracing
 from lmx_lab.engine.mlx.loop import GenerationLoop
 from lmx_lab.engine.mlx.thread import MlxThread
@@ -19,7 +19,7 @@ from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedErr
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching, Trace
-from tests.support.engines import finish, generating, load_entry, mlx_thread, numbers, request, run
+from tests.support.engines import finish, generating, load_entry, manager_with, mlx_thread, numbers, request, run
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -28,8 +28,7 @@ POST = "blocks.*.hook_resid_post"
 
 @pytest.fixture
 async def manager(tiny):
-    async with ModelManager(Settings(slots=8, trace_bytes=2_000_000)) as made:
-        await load_entry(made, tiny)
+    async with manager_with(tiny, Settings(slots=8, trace_bytes=2_000_000)) as made:
         yield made
 
 

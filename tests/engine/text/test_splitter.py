@@ -11,7 +11,7 @@ from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.splitter import Detokenizer, SplitText, TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.outputs import ToolCallDelta
-from tests.engine.text.splitting import Tokens, answer, channel_format_of, places, run, tool_parser
+from tests.engine.text.splitting import Tokens, channel_format_of, places, run, tool_parser
 
 json_tools = tool_parser("json_tools")
 TEXTS = st.text(alphabet=st.sampled_from("ab -é€😀\n"), max_size=30)
@@ -80,11 +80,6 @@ def streamed(decode, tokens):
     pieces.append(detokenizer.finish())
     assert detokenizer.length == sum(map(len, pieces))
     return "".join(pieces)
-
-
-@given(TEXTS)
-def test_streamed_single_bytes_give_the_text(text):
-    assert streamed(decode_bytes, text.encode()) == text
 
 
 @pytest.mark.slow
@@ -193,20 +188,6 @@ def cut(text, stops):
 def test_stop_strings_cut_streamed_text_as_they_cut_the_whole_text(text, stops):
     pieces = run(TextSplitter(decode_bytes, stops), text.encode())
     assert ("".join(piece.text for piece in pieces), pieces[-1].stopped) == cut(text, stops)
-
-
-@pytest.mark.slow
-@given(TEXTS, STOPS, st.lists(st.integers(1, 5), max_size=30))
-def test_stop_strings_are_found_at_any_division_of_the_text(text, stops, sizes):
-    matcher, out, rest = StopStrings(stops), "", text
-    for size in [*sizes, len(text) + 1]:
-        piece, stopped = matcher.feed(rest[:size])
-        out, rest = out + piece, rest[size:]
-        if stopped:
-            break
-    else:
-        out += matcher.finish()
-    assert (out, stopped) == cut(text, stops)
 
 
 def test_the_stop_string_that_is_complete_first_ends_the_text():
@@ -377,38 +358,6 @@ def test_reasoning_tokens_are_counted(texts, initial, expected):
     )
     run(splitter, range(len(texts)))
     assert splitter.reasoning_tokens == expected
-
-
-@pytest.mark.slow
-@given(st.sets(st.integers(1, 200)), TEXTS)
-def test_stop_strings_do_not_apply_to_reasoning_and_calls(cuts, content):
-    raw = f"<think>b</think>x{content}{CALL}"
-    found = answer(Tokens(raw, cuts), channel_format_of(json_tools), ["b", '"'])
-    kept, stopped = cut(f"x{content}".rstrip(), ["b", '"'])
-    assert (found.text, found.stopped, found.reasoning) == (kept, stopped, "b")
-    assert found.calls == ([] if stopped else [("f", '{"x": "é€😀"}')])
-
-
-def test_answers_of_a_real_tokenizer_are_divided_in_the_same_way(smollm2):
-    from transformers import AutoTokenizer  # slow to import, and not needed by fast tests
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2.path)
-    raw = f"<think>\nThe 😀 user asks.\n</think>\n\nLet me look.\n{CALL}\n{CALL}\n"
-    tokens = tokenizer.encode(raw, add_special_tokens=False)
-    # Special tokens between all tokens, which do not appear in the text.
-    tokens = [token for pair in zip(tokens, [tokenizer.bos_token_id] * len(tokens), strict=True) for token in pair]
-
-    def decode(some):
-        return str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    for parsed in (True, False):
-        pieces = run(TextSplitter(decode, ["😀"], channel_format_of(json_tools, parsed=parsed)), tokens)
-        assert "".join(piece.text for piece in pieces) == "Let me look."
-        assert "".join(piece.reasoning for piece in pieces) == "The 😀 user asks."
-        deltas = [delta for piece in pieces for delta in piece.calls]
-        assert [delta.name for delta in deltas if delta.name] == ["f", "f"]
-        assert "".join(delta.arguments for delta in deltas) == '{"x": "é€😀"}' * 2
-        assert [entry for piece in pieces for entry in piece.entries] == tokens
 
 
 def test_each_piece_has_the_channel_of_its_own_token():

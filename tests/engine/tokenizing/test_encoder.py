@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -13,6 +11,8 @@ from lmx_lab.engine.sandbox import SandboxPool
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, find_unbounded_part, find_unbounded_step
 from lmx_lab.engine.tokenizing.worker import NICENESS
 from lmx_lab.errors import EngineError, InvalidRequestError, QueueFullError
+from tests.support.asking import invalid
+from tests.support.programs import run_script
 from tests.support.waiting import auntil
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -88,9 +88,8 @@ async def test_a_long_text_of_a_bounded_tokenizer_is_encoded_in_a_process_that_e
 
 async def test_a_text_over_the_time_limit_is_refused(smollm2, pool):
     slow = slow_encoder(smollm2, pool, 1.0)
-    with pytest.raises(InvalidRequestError, match="takes longer than the limit of 1 s for messages") as caught:
+    with invalid("messages", "takes longer than the limit of 1 s for messages"):
         await slow.encode([SLOW_TEXT], param="messages")
-    assert caught.value.param == "messages"
     assert (await slow.encode(["hello"]))[0].ids
 
 
@@ -132,14 +131,6 @@ async def test_a_process_that_cannot_be_started_is_an_error_of_the_engine(smollm
     pool.close()
 
 
-async def test_the_process_ends_with_the_encoder(smollm2, own_pool):
-    encoder = sandboxed(tokenizer_of(smollm2), own_pool)
-    await encoder.encode(["hello"])
-    assert len(own_pool.pids) == 1
-    del encoder
-    await auntil(lambda: own_pool.pids == [])
-
-
 async def test_the_process_has_a_low_priority(smollm2, own_pool):
     encoder = sandboxed(tokenizer_of(smollm2), own_pool)
     await encoder.encode(["hello"])
@@ -149,8 +140,7 @@ async def test_the_process_has_a_low_priority(smollm2, own_pool):
 
 def test_importing_the_encoder_does_not_change_the_priority():
     program = "import os; import lmx_lab.engine.tokenizing.encoder; print(os.nice(0))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == os.nice(0)
+    assert int(run_script(program)) == os.nice(0)
 
 
 # Whether the time of the steps of a tokenizer is bounded

@@ -66,14 +66,6 @@ async def test_a_process_that_was_started_in_advance_renders_the_first_template(
     assert shared_pool().starts == 1
 
 
-async def test_a_trial_can_be_cancelled():
-    trial = asyncio.create_task(try_template(ENDLESS, PATH, limit_s=60.0))
-    await auntil(lambda: bool(shared_pool().pids))
-    trial.cancel()
-    await asyncio.wait([trial])
-    assert trial.cancelled()
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -88,14 +80,6 @@ async def test_templates_are_found_where_models_have_them(tmp_path, name, conten
     (tmp_path / name).write_text(content)
     with pytest.raises(UnusableModelError, match="runs longer"):
         await try_templates_of(tmp_path, limit_s=TRIAL_S)
-
-
-async def test_a_slow_template_does_not_delay_others():
-    slow = asyncio.create_task(render(ENDLESS, {}, limit_s=60.0))
-    assert [await render("{{ a }}", {"a": number}) for number in range(5)] == list("01234")
-    assert not slow.done()
-    slow.cancel()
-    await asyncio.wait([slow])
 
 
 async def test_a_template_that_waits_too_long_for_other_slow_ones_is_refused():

@@ -48,8 +48,7 @@ def finish(steps, limit=512):
         while True:
             steps.send(limit)
     except StopIteration as end:
-        results = end.value
-        return results
+        return end.value
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
