@@ -154,20 +154,6 @@ def notebook(home):
     assert "was destroyed" not in stderr, stderr
 
 
-@pytest.mark.long
-def test_the_kernels_loop_serves_while_a_cell_waits_for_bench(notebook):
-    notebook.start(
-        """
-        rows = lab.bench(prompt_tokens=48, output_tokens=8, requests=3, concurrency=2, record=False)
-        print(len(rows), rows["error"].notna().sum(), rows["server_ttft_ms"].isna().sum())
-        """
-    )
-    output = notebook.read()
-    assert (output.error, output.text) == (None, "4 0 0\n"), output
-    # The progress bar is one output that is updated.
-    assert any("4/4" in shown.get("text/plain", "") for shown in output.shown), output.shown
-
-
 @pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
 def test_the_stop_button_keeps_the_rows(notebook, first_line):
     """In a cell with ``await``, the handler of ipykernel raises no exception."""

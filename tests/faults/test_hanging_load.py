@@ -12,7 +12,7 @@ import pytest
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp import process as process_module
-from lmx_lab.errors import LabError, ModelBusyError, NotLoadedError, UnusableModelError
+from lmx_lab.errors import LabError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
 from tests.support.engines import entry_of, load_entry, pin, run
@@ -125,43 +125,6 @@ async def test_a_hanging_load_ends_at_its_time_limit_with_its_process(long_gguf,
         assert hangs.processes == 0
 
 
-@pytest.mark.usefixtures("before")
-@pytest.mark.parametrize("format_", ["mlx", "gguf"])
-async def test_another_load_can_replace_a_hanging_load(manager, tiny, *, long_gguf, tiny_gguf, hangs, format_):
-    load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    hangs(False)
-    other = tiny if format_ == "mlx" else entry_of(tiny_gguf)
-    with pytest.raises(ModelBusyError, match="long is being loaded"):
-        await load_entry(manager, other)
-    await asyncio.wait_for(load_entry(manager, other, if_busy="replace"), CHAT_WAIT_S)
-    assert await cancelled(load) == "the load of long was cancelled: tiny is loaded instead"
-    assert hangs.processes == 0
-    assert (await run(manager))[1].model == "tiny"
-
-
-async def test_each_of_several_hanging_loads_is_replaced_by_the_next_one(manager, tiny, long_gguf, tiny_gguf, hangs):
-    first = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    second = asyncio.create_task(load_entry(manager, entry_of(tiny_gguf, "second"), if_busy="replace"))
-    assert "second is loaded instead" in await cancelled(first)
-    await asyncio.wait_for(manager.unload(), CHAT_WAIT_S)
-    assert "the load of second was cancelled" in await cancelled(second)
-    assert hangs.processes == 0
-    await load_entry(manager, tiny)
-    assert (await run(manager))[1].model == "tiny"
-
-
-async def test_a_second_request_for_the_same_model_joins_the_load(manager, long_gguf, hangs):
-    first = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    again = asyncio.create_task(load_entry(manager, entry_of(long_gguf, "long")))
-    done, _ = await asyncio.wait([first, again], timeout=0.3)
-    assert not done
-    assert hangs.processes == 1
-    await manager.unload()
-    for load in (first, again):
-        await cancelled(load)
-    assert hangs.processes == 0
-
-
 async def test_loading_the_previous_model_again_can_be_replaced_too(manager, tiny, *, tiny_gguf, tmp_path, hangs):
     await load_entry(manager, entry_of(tiny_gguf))
     load = await start_hanging_load(manager, hangs, entry_of(unknown_architecture(tiny_gguf, tmp_path), "bad"))
@@ -189,14 +152,6 @@ async def test_a_hanging_load_of_a_pinned_model_does_not_delay_an_unload(manager
     await asyncio.to_thread(manager.stop)
     with pytest.raises(LabError):
         await asyncio.wait_for(pinning, CHAT_WAIT_S)
-    assert hangs.processes == 0
-
-
-async def test_stopping_the_manager_cancels_a_hanging_load(long_gguf, hangs):
-    async with ModelManager(SETTINGS) as manager:
-        load = await start_hanging_load(manager, hangs, entry_of(long_gguf, "long"))
-    with pytest.raises(LabError, match="the engine was stopped"):
-        await asyncio.wait_for(load, CHAT_WAIT_S)
     assert hangs.processes == 0
 
 

@@ -99,6 +99,30 @@ def test_64_simultaneous_clients_are_served_by_8_slots(tiny_home):
     assert alone["choices"] == answers[0]["choices"]
 
 
+@pytest.mark.slow
+def test_reasoning_ends_at_its_budget_and_can_be_disabled(thinker_home):
+    def ask(**changes):
+        response = http.post(PATH, json=chat_body(**{"model": "thinker", "max_tokens": 40, **changes}))
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        assert "think>" not in json.dumps(choice["message"])
+        return choice, response.json()["usage"]
+
+    with serving(thinker_home, "thinker") as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+        thinking = {"chat_template_kwargs": {"open_thoughts": True}, "thinking_token_budget": 5}
+        choice, usage = ask(**thinking, logprobs=True)
+        plain, without = ask(reasoning_effort="none", max_tokens=80)
+        prompts = [ask(reasoning_effort=effort)[1]["prompt_tokens"] for effort in (None, "low")]
+    assert choice["message"]["reasoning_content"]
+    assert choice["message"]["content"]
+    # The marker at the end of the reasoning counts as a reasoning token, but not in the budget.
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 5 + 1}
+    assert usage["completion_tokens"] == len(choice["logprobs"]["content"]) == 40
+    assert "reasoning_content" not in plain["message"]
+    assert (without["completion_tokens_details"], bool(plain["message"]["content"])) == ({"reasoning_tokens": 0}, True)
+    assert prompts[0] < prompts[1], "the template writes the effort"
+
+
 def test_logprobs_have_each_token_its_bytes_and_alternatives(http):
     (choice,) = choices(http, logprobs=True, top_logprobs=3)
     content = choice["logprobs"]["content"]

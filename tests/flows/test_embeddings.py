@@ -20,7 +20,7 @@ from lmx_lab.engine import Caller, EmbeddingRequest, Embeddings
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, embedding_list, embedding_request
 from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EmbeddingsBody
-from tests.support.asking import chat_body, error_of, refused
+from tests.support.asking import error_of, refused
 from tests.support.gguf import ALIGNMENT, read_gguf
 from tests.support.labs import PACE, manager_of, scrape, serving, wait_until_idle, watching
 from tests.support.models import write_tiny_bert
@@ -287,18 +287,3 @@ def test_many_texts_keep_their_order(three_home):
         many, alone = lab.embed([*(f"Document {number}." for number in range(300)), SEA]), lab.embed(SEA)
     assert many.shape == (301, 32)
     assert np.allclose(many[-1], alone, atol=1e-5)
-
-
-def test_with_swap_a_request_loads_its_model(three_home):
-    chat, embedder = "tiny", "tiny-embedder"
-    with serving(three_home, chat, swap=True) as lab, httpx2.Client(base_url=lab.url, timeout=120) as http:
-        refused = error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")
-        assert manager_of(lab).snapshot.model == chat
-        assert embed(http, model=embedder)["model"] == embedder
-        assert manager_of(lab).snapshot.model == embedder
-        error_of(http.post(PATH, json=body(model=chat)), 400, "invalid-request")
-        error_of(http.post("/v1/chat/completions", json=chat_body(model=embedder)), 400, "invalid-request")
-        assert manager_of(lab).snapshot.model == embedder
-        answer = http.post("/v1/chat/completions", json=chat_body(model=chat))
-    assert answer.status_code == 200
-    assert "chat model" in refused["message"]

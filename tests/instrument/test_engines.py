@@ -11,7 +11,6 @@ from tests.support.labs import serving
 from tests.support.panels import Reader
 
 pytestmark = pytest.mark.slow
-"""Text with special tokens, one of which ends answers, and with characters of several tokens."""
 
 
 @pytest.fixture(scope="module", params=["mlx", "gguf"])
