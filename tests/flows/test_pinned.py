@@ -4,7 +4,7 @@ import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import UnusableModelError
+from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.support.asking import chat_body
