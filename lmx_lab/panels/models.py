@@ -9,18 +9,27 @@ import logging
 import time
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast, get_args
 
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import HostingError, LabError, ModelBusyError
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, model_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import html_table
-from lmx_lab.values.models import LoadSpec, ModelEvent, Unloading, with_reason
-from lmx_lab.wire.admin import ModelRecord, Preference, Sample
+from lmx_lab.values.models import (
+    EngineChoice,
+    EngineName,
+    Format,
+    KvCacheDtype,
+    LoadOptions,
+    ModelEvent,
+    Unloading,
+    with_reason,
+)
+from lmx_lab.wire.admin import ModelRecord, Preference, Sample, load_spec
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 500
@@ -34,6 +43,8 @@ STAGES = {
     "unload": "unloading",
 }
 IN_ENGINE = ("load", "unload")
+ENGINES: Mapping[Format, EngineName] = {"mlx": "mlx", "gguf": "llama.cpp"}
+"""The engine that runs models of a format, for formats whose engine can be chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +87,10 @@ class ModelsPanel(Panel):
 
     compact = traitlets.Bool(False).tag(sync=True)
     rows: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """``{id, cells, action}`` of each model: the cells after the first column, and the label of the button, which is
-    empty if there is no button."""
+    """``{id, cells, action, engines}`` of each model: the cells after the first column, the label of the button, which
+    is empty if there is no button, and the engines that can run it."""
+    choices: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+    """The values of load options: ``engine`` for models that are not in the list, and ``kv_cache_dtype``."""
     caption = traitlets.Unicode().tag(sync=True)
     engines = traitlets.Unicode().tag(sync=True)
     """The engine of the loaded model and why it was chosen, the faster engine on this machine, and why models of an
@@ -87,10 +100,14 @@ class ModelsPanel(Panel):
     actions are labels of buttons."""
     error = traitlets.Unicode().tag(sync=True)
     """The message of the last failure, until it is dismissed or another job is started."""
+    error_field = traitlets.Unicode().tag(sync=True)
+    """The load option that has caused this failure; empty if none has."""
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self._records: tuple[ModelRecord, ...] = ()
         self._preference: Preference | None = None
+        self._installed: frozenset[str] = frozenset()
+        """The names of the engines that the server can use."""
         self._problem: str | None = None
         """Why the list may be incomplete."""
         self._jobs: dict[str, ModelJob] = {}
@@ -149,7 +166,7 @@ class ModelsPanel(Panel):
         self.task, self._own, self._cancelled, self._records = None, None, False, ()
         self._preference = self._problem = None
         self._jobs.clear()
-        self.show(error="")
+        self.show(error="", error_field="")
         self._show_jobs()
         self._show_rows()
         self._refresh_soon()
@@ -160,10 +177,25 @@ class ModelsPanel(Panel):
         await asyncio.shield(self._refresh_soon())
 
     async def do_load(self, fields: Mapping[str, Any]) -> dict[str, str]:
-        """Start a load; ``jobs``, ``rows`` and ``error`` show its progress and result."""
+        """Start a load; ``jobs``, ``rows`` and ``error`` show its progress and result. The optional field ``options``
+        contains those of ``lab.load``."""
         name = text_field(fields, "model").strip()
+        options = fields.get("options") or {}
+        if not isinstance(options, dict):
+            raise InvalidRequestError(f"options is {options!r:.40}; it must be an object", param="options")
+        spec = load_spec(name, cast(LoadOptions, options))
         self._check_free()
-        self._start(ModelJob(model=name), self.workbench.backend.load(LoadSpec(model=name)))
+        backend = self.workbench.backend
+
+        async def load() -> None:
+            try:
+                await backend.load(spec)
+            except LabError as exc:
+                if exc.param in options:
+                    self.show(error_field=exc.param)
+                raise
+
+        self._start(ModelJob(model=name), load())
         return {"model": name}
 
     async def do_unload(self, fields: Mapping[str, Any]) -> dict[str, str]:
@@ -203,7 +235,7 @@ class ModelsPanel(Panel):
             raise
 
     async def do_dismiss(self, fields: Mapping[str, Any]) -> None:
-        self.show(error="")
+        self.show(error="", error_field="")
 
     def _check_free(self) -> None:
         if not self.serves:
@@ -222,7 +254,7 @@ class ModelsPanel(Panel):
 
         self._own, self._cancelled = job, False
         self.run_job(work, ended)
-        self.show(error="")
+        self.show(error="", error_field="")
         self._show_jobs()
 
     # The list
@@ -243,11 +275,20 @@ class ModelsPanel(Panel):
             found = await backend.models()
             if backend is self.workbench.backend:
                 self._records, self._preference = tuple(found.models), found.preference
+                self._installed = frozenset(engine.name for engine in found.engines if engine.version is not None)
                 self._problem = found.problem
                 self._show_rows()
 
     def _show_rows(self) -> None:
-        now = {"rows": list(self._rows()), "caption": self._caption(), "engines": self._engines()}
+        now = {
+            "rows": list(self._rows()),
+            "caption": self._caption(),
+            "engines": self._engines(),
+            "choices": {
+                "engine": [name for name in get_args(EngineChoice) if name in self._installed],
+                "kv_cache_dtype": list(get_args(KvCacheDtype)),
+            },
+        }
         if any(self.shown(name) != value for name, value in now.items()):
             self.show(**now)
 
@@ -255,7 +296,9 @@ class ModelsPanel(Panel):
         server = self.shown("server")
         unloading = server["model"] if server["unloading"] is not None else None
         for record in self._records[:MAX_ROWS]:
-            yield model_row(record, serves=self.serves, unloading=record.id == unloading)
+            engines = dict.fromkeys(ENGINES[each] for each in record.formats or [record.format] if each in ENGINES)
+            row = model_row(record, serves=self.serves, unloading=record.id == unloading)
+            yield {**row, "engines": [engine for engine in engines if engine in self._installed]}
 
     def _caption(self) -> str:
         count = len(self._records)

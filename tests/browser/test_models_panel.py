@@ -18,8 +18,9 @@ SCRIPT = """async ([code, phone_code]) => {
         server: {
             state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", pinned: [], phone_code,
         },
-        rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "Unload"}],
-        jobs: [], error: "", caption: "", engines: "", compact: false, revision: 1,
+        rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "Unload", engines: ["mlx"]}],
+        choices: {engine: [], kv_cache_dtype: []},
+        jobs: [], error: "", error_field: "", caption: "", engines: "", compact: false, revision: 1,
     };
     const model = {
         get: (name) => state[name],
@@ -80,6 +81,43 @@ def test_load_and_unload_by_keyboard_keep_the_focus(panels):
     panels.page.keyboard.press("Space")
     expect(model_row(panels, "tiny-two")).to_contain_text("on disk")
     expect(model_button(panels, "Load tiny-two")).to_be_focused()
+
+
+def test_options_are_set_by_keyboard_and_a_wrong_one_is_marked(panels):
+    models, keyboard = panels.panel("Models"), panels.page.keyboard
+    model_button(panels, "options of tiny-two").press("Enter")
+    engine = models.get_by_label("engine")
+    expect(engine).to_be_focused()
+    assert engine.get_by_role("option").all_inner_texts() == ["automatic", "mlx"]
+    assert models.get_by_label("draft model").get_by_role("option").all_inner_texts() == ["none", "tiny"]
+    context, name = models.get_by_label("context length"), models.get_by_label("model to load")
+    context.press_sequentially("many")
+    keyboard.press("Enter")
+    expect(context).to_be_focused()
+    expect(context).to_have_attribute("aria-invalid", "true")
+    expect(context).to_have_accessible_description(re.compile("^context_length: .*'many'"))
+    context.fill("200")
+    models.get_by_label("deterministic").press("Space")
+    expect(model_button(panels, "options (2)")).to_have_attribute("aria-expanded", "true")
+    model_button(panels, "Load").press("Enter")
+    # The load is refused later, by the engine: what was entered is shown again.
+    expect(models.get_by_role("alert")).to_contain_text("tiny-two was not loaded: tiny-two runs on MLX")
+    deterministic = models.get_by_label("deterministic")
+    expect(deterministic).to_have_attribute("aria-invalid", "true")
+    expect(deterministic).to_be_checked()
+    expect(name).to_have_value("tiny-two")
+    expect(context).to_have_value("200")
+    deterministic.press("Space")
+    context.press("Enter")
+    expect(model_row(panels, "tiny-two")).to_contain_text("200 in 8 slots")
+    expect(name).to_have_value("")
+    expect(models.get_by_role("group", name="options of the load")).to_be_hidden()
+    assert panels.kernel("print(lab.server.engine.snapshot.context_length)") == "200"
+    model_button(panels, "options").press("Enter")
+    expect(context).to_have_value("")
+    context.press("Escape")
+    expect(model_button(panels, "options")).to_be_focused()
+    expect(context).to_be_hidden()
 
 
 def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels):

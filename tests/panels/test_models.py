@@ -1,17 +1,23 @@
 """Test the models panel without a browser: its list, loads, unloads, refused requests."""
 
+import contextlib
 import threading
+from typing import get_args
 
 import pytest
 
+import lmx_lab
+from lmx_lab.engine.engines import engine_for
 from lmx_lab.errors import NotLoadedError, OutOfMemoryError
-from lmx_lab.panels.models import MAX_ROWS, ModelsPanel
+from lmx_lab.notebook.local import LocalBackend
+from lmx_lab.panels.models import ENGINES, MAX_ROWS, ModelsPanel
 from lmx_lab.panels.panel import BUG
-from lmx_lab.values.models import ModelEvent, Unloading
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.values.models import EngineChoice, ModelEvent, Unloading
 from lmx_lab.wire.admin import Preference
 from tests.support.gguf import EXACT, LOSSY
 from tests.support.labs import manager_of
-from tests.support.panels import Reader, Refused, ScriptedBackend, record
+from tests.support.panels import QUICK, Reader, Refused, ScriptedBackend, record
 
 PANEL = ModelsPanel
 
@@ -102,6 +108,56 @@ def test_a_load_shows_its_progress_as_one_job(reader, backend, name, event, show
     reader.ask("load", model=name)
     reader.give(backend.published, event)
     reader.until(lambda panel: panel.jobs == [{"id": name, **shown, "actions": ["Cancel"]}])
+
+
+def test_a_load_has_the_options_of_the_form(reader, backend):
+    options = {"engine": "llama.cpp", "context_length": 4096, "draft": "mini", "deterministic": True}
+    reader.ask("load", model="tiny", options=options)
+    reader.give(backend.loads, "done")
+    reader.until(lambda panel: not panel.jobs)
+    assert backend.requests == [("load", ("tiny", options))]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"context_length": "many"}, "context_length"),
+        ({"kv_cache_dtype": "q2"}, "kv_cache_dtype"),
+        ({"contextlength": 1}, "contextlength"),
+        ("engine", "options"),
+    ],
+)
+def test_an_invalid_option_is_refused_with_its_name(reader, backend, options, field):
+    with pytest.raises(Refused, match=field) as refusal:
+        reader.ask("load", model="tiny", options=options)
+    assert refusal.value.param == field
+    assert backend.requests == []
+
+
+def test_each_model_has_the_engines_that_can_run_it(reader, backend):
+    backend.records = [
+        record("both", format="gguf", engine="llama.cpp", formats=["gguf", "mlx"]),
+        record("tiny"),
+        record("echo", format="echo", engine="echo", formats=["echo"]),
+    ]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.rows) == 3)
+    assert {row["id"]: row["engines"] for row in reader.panel.rows} == {
+        "both": ["llama.cpp", "mlx"],
+        "tiny": ["mlx"],
+        "echo": [],
+    }
+    assert reader.panel.choices == {"engine": ["mlx", "llama.cpp"], "kv_cache_dtype": ["q8_0", "q4_0"]}
+    # Without llama.cpp.
+    backend.engines = backend.engines[:1]
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.choices["engine"] == ["mlx"])
+    assert [row["engines"] for row in reader.panel.rows] == [["mlx"], ["mlx"], []]
+
+
+def test_the_engine_of_each_format_is_the_one_that_runs_it():
+    assert {format_: engine_for(format_).name for format_ in ENGINES} == ENGINES
+    assert sorted(ENGINES.values()) == sorted(name for name in get_args(EngineChoice) if name != "auto")
 
 
 def jobs(panel):
@@ -358,3 +414,22 @@ def test_a_real_lab_loads_waits_and_unloads_and_its_errors_are_shown(lab, real_w
     assert manager_of(lab).snapshot.model is None
     reader.ask("load", model=str(tmp_path))
     reader.until(lambda panel: panel.error.startswith(f"{tmp_path} was not loaded: "))
+    assert not reader.panel.error_field
+
+
+@pytest.mark.parametrize("is_attached", [False, True], ids=["local", "attached"])
+def test_an_option_that_the_engine_refuses_is_named_until_the_next_load(lab, is_attached):
+    with contextlib.ExitStack() as stack:
+        backend = stack.enter_context(lmx_lab.attach(lab.url)).backend if is_attached else LocalBackend(lab.server)
+        workbench = Workbench(backend, **QUICK)
+        stack.callback(workbench.suspend)
+        reader = Reader(ModelsPanel(workbench))
+        reader.ask("load", model="tiny", options={"kv_cache_dtype": "q8_0"})
+        reader.until(lambda panel: panel.error.startswith("tiny was not loaded: tiny runs on MLX"))
+        assert reader.panel.error_field == "kv_cache_dtype"
+        reader.ask("load", model="tiny", options={"context_length": 100})
+        reader.until(lambda panel: panel.server["model"] == "tiny" and not panel.jobs)
+        assert (reader.panel.error, reader.panel.error_field) == ("", "")
+        assert manager_of(lab).snapshot.context_length == 100
+        reader.ask("unload", model="tiny")
+        reader.until(lambda panel: panel.server["model"] is None)

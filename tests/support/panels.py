@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
@@ -19,9 +19,9 @@ from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.summary import FIELDS
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
+from lmx_lab.values.models import EngineChoice, LoadReport, LoadSpec, ModelEvent
 from lmx_lab.values.outputs import Delta, FinishReason, Vectors
-from lmx_lab.wire.admin import ModelRecord, ModelRecords, Preference, RequestEvent, Sample
+from lmx_lab.wire.admin import EngineRecord, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.events import EVENT_CLASSES
@@ -74,6 +74,9 @@ class ScriptedBackend:
         self.now = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400")
         self.measured: Sample | None = None
         self.preference: Preference | None = None
+        self.engines = [
+            EngineRecord(name=name, version="1", tokens_per_second=None) for name in get_args(EngineChoice)[1:]
+        ]
         self.records = [record("tiny"), record("tiny-two")]
         self.scans = 0
         self.requests: list[tuple[str, Any]] = []
@@ -101,10 +104,10 @@ class ScriptedBackend:
 
     async def models(self) -> ModelRecords:
         self.scans += 1
-        return ModelRecords(models=list(self.records), preference=self.preference)
+        return ModelRecords(models=list(self.records), engines=self.engines, preference=self.preference)
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
-        self.requests.append(("load", spec.model))
+        self.requests.append(("load", (spec.model, spec.options) if spec.options else spec.model))
         await _next(self.loads)
         return LoadReport(model=spec.model, load_time_ms=1.0, vram_gb=0.1)
 
@@ -225,10 +228,11 @@ class Page(HTMLParser):
 
 
 class Refused(Exception):
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, param: str | None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+        self.param = param
 
 
 class Reader:
