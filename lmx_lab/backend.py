@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from lmx_lab.blocking import Portal
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent, Unloading
+from lmx_lab.values.models import DiskUse, LoadReport, LoadSpec, ModelEvent, Stored, Unloading
 from lmx_lab.values.outputs import (
     Delta,
     EncodeReport,
@@ -325,6 +325,21 @@ class Backend(Protocol):
             model: The model to unload, or whose load is cancelled; None for any.
             wait: Whether running answers may finish: True without a time limit, False not at all, None within
                 ``drain_s``.
+        """
+
+    async def disk_use(self) -> DiskUse:
+        """Return the disk space that models and results use.
+
+        Raises:
+            InvalidRequestError: the server runs in another process.
+        """
+
+    async def remove_stored(self, item: Stored) -> None:
+        """Delete an item of ``disk_use``.
+
+        Raises:
+            InvalidRequestError: it has changed since, or is not removed by this package; or the server runs in another
+                process.
         """
 
     # Requests

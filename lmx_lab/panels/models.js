@@ -194,10 +194,45 @@ export default panel("Models", ({ model, root, head, watch }) => {
         h("thead", {}, h("tr", {}, ...HEAD.map((name, at) => h("th", { scope: "col", class: "c" + (at - 1) }, name)))), body)),
     hint, engines);
 
+  const storageNote = h("p", { class: "dim grow", role: "status" });
+  const storageList = h("ul", { class: "scroll", tabIndex: 0, "aria-label": "list of what is stored" });
+  const showStorage = keyed(storageList, ({ id }) => {
+    const [what, size, path] = [h("span", { class: "dim" }), h("span", { class: "number" }), h("div", { class: "dim" })];
+    // The first click shows what would be deleted; only the second one, on another button, deletes it.
+    const show = (isAsked) => {
+      asked.hidden = !isAsked;
+      remove.hidden = isAsked || !question.textContent;
+    };
+    const remove = h("button", { "aria-label": `Delete ${id} …`, onclick: () => (show(true), keep.focus()) }, "Delete …");
+    const question = h("p");
+    const confirm = h("button", {
+      onclick: () => (storageRefresh.focus(), act("remove", { question: question.textContent })),
+    });
+    const keep = h("button", { "aria-label": "Keep " + id, onclick: () => (show(false), remove.focus()) }, "Keep");
+    const asked = h("div", { class: "asked", role: "group", "aria-label": "Delete " + id, hidden: true }, question,
+      h("div", { class: "row" }, confirm, keep));
+    const line = h("div", { class: "row" }, h("b", { class: "grow" }, id), what, size, remove);
+    return [h("li", {}, line, path, asked), ({ cells, remedy, question: text }) => {
+      set(what, cells[0]);
+      set(size, cells[1]);
+      set(path, [cells[2], remedy].filter(Boolean).join(" · "));
+      set(confirm, "Delete " + cells[1]);
+      confirm.setAttribute("aria-label", `Delete ${cells[1]} of ${id}`);
+      if (asked.hidden || text !== question.textContent) {
+        set(question, text);
+        show(false);
+      }
+    }];
+  });
+  const readStorage = () => act("storage");
+  const storageRefresh = h("button", { "aria-label": "Refresh storage", onclick: readStorage }, "Refresh");
+  const storage = h("details", { hidden: get("compact"), ontoggle: () => storage.open && readStorage() },
+    h("summary", {}, "storage"), h("div", { class: "row pick" }, storageNote, storageRefresh), storageList);
+
   root.classList.add("models");
   head.append(pinned, place);
   root.append(
-    h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, jobs, announcement, list);
+    h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, jobs, announcement, list, storage);
   watch(["error", "error_field"], () => {
     if (get("error") && !input.value) {
       input.value = last[0];
@@ -214,6 +249,12 @@ export default panel("Models", ({ model, root, head, watch }) => {
     set(announcement, get("jobs").map((job) => job.id + ": " + job.text.replace(/ \(\d+ s\)$/, "")).join("; "));
   });
   watch(["rows", "choices"], () => showOptions());
+  watch(["storage"], () => {
+    const { rows = [], note = "" } = get("storage");
+    set(storageNote, note);
+    showStorage(rows);
+    storageList.hidden = !rows.length;
+  });
   watch(["rows", "caption", "engines", "server"], () => {
     const { place: where, pinned: pins } = get("server");
     set(place, where);

@@ -26,6 +26,7 @@ from lmx_lab.values.models import (
     KvCacheDtype,
     LoadOptions,
     ModelEvent,
+    Stored,
     Unloading,
     with_reason,
 )
@@ -33,6 +34,8 @@ from lmx_lab.wire.admin import ModelRecord, Preference, Sample, load_spec
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 500
+NAMED_FILES = 8
+"""Maximum number of files that the question before a deletion names."""
 STAGES = {
     "begin": "looking for its files",
     "download": "downloading",
@@ -98,6 +101,10 @@ class ModelsPanel(Panel):
     jobs: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """Running loads and unloads: ``{id, text, detail, fraction, actions}``. ``fraction`` is 0 to 1, or None; the
     actions are labels of buttons."""
+    storage: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+    """What takes space on the disk, as ``{rows, note}``; empty until it was requested. Each row is
+    ``{id, cells, remedy, question}``: the cells after the name; how to remove it elsewhere, if this package does not
+    remove it; and otherwise the question that the user must confirm."""
     error = traitlets.Unicode().tag(sync=True)
     """The message of the last failure, until it is dismissed or another job is started."""
     error_field = traitlets.Unicode().tag(sync=True)
@@ -118,6 +125,10 @@ class ModelsPanel(Panel):
         """Whether that job was cancelled in this panel."""
         self._scan: asyncio.Task[None] | None = None
         self._is_stale = True
+        self._storage_task: asyncio.Task[None] | None = None
+        """Lists what takes space on the disk, or deletes some of it and then lists the rest."""
+        self._stored: Mapping[str, Stored] = {}
+        """What takes space on the disk, by the questions that must be confirmed before it is deleted."""
         self._shown_server: Mapping[str, Any] = {}
         super().__init__(workbench, **traits)
 
@@ -165,8 +176,9 @@ class ModelsPanel(Panel):
             self.task.cancel()
         self.task, self._own, self._cancelled, self._records = None, None, False, ()
         self._preference = self._problem = None
+        self._storage_task, self._stored = None, {}
         self._jobs.clear()
-        self.show(error="", error_field="")
+        self.show(error="", error_field="", storage={})
         self._show_jobs()
         self._show_rows()
         self._refresh_soon()
@@ -233,6 +245,36 @@ class ModelsPanel(Panel):
         except LabError:
             self._cancelled = self._cancelled and not own
             raise
+
+    async def do_storage(self, fields: Mapping[str, Any]) -> None:
+        """Start to list what takes space on the disk, unless this is in progress; ``storage`` shows the result."""
+        if self._storage_task is None or self._storage_task.done():
+            self._storage_task = self.workbench.create_task(self._list_storage(), "list what is stored")
+
+    async def do_remove(self, fields: Mapping[str, Any]) -> None:
+        """Start to delete something from the disk; ``storage`` and ``error`` show the result.
+
+        The field ``question`` is that of the row, which names the files and their size, and which the user has
+        confirmed.
+        """
+        question, backend = text_field(fields, "question", limit=100_000), self.workbench.backend
+        item = self._stored.get(question)
+        if item is None:
+            raise InvalidRequestError("this has changed since it was listed; refresh the list", param="question")
+
+        async def remove() -> None:
+            error = ""
+            try:
+                await backend.remove_stored(item)
+            except (LabError, OSError) as exc:
+                error = f"{item.name} was not deleted: {exc}"
+            if backend is self.workbench.backend:
+                self.show(error=error, error_field="")
+                self._refresh_soon()
+                await self._list_storage()
+
+        self._show_storage(f"Deleting {item.name} …")
+        self._storage_task = self.workbench.create_task(remove(), f"delete {item.name:.60}")
 
     async def do_dismiss(self, fields: Mapping[str, Any]) -> None:
         self.show(error="", error_field="")
@@ -328,6 +370,40 @@ class ModelsPanel(Panel):
         if rows != self.shown("jobs"):
             self.show(jobs=rows)
 
+    # Storage
+
+    async def _list_storage(self) -> None:
+        self._show_storage("Reading the sizes of all files …")
+        backend = self.workbench.backend
+        try:
+            use = await backend.disk_use()
+        except (LabError, OSError) as exc:
+            if backend is self.workbench.backend:
+                self.show(storage={"rows": [], "note": str(exc)})
+            return
+        if backend is not self.workbench.backend:
+            return
+        loaded = {record.id for record in self._records if record.loaded}
+        sizes: dict[str, int] = {}
+        rows, questions = [], {}
+        for item in use.items:
+            sizes[item.what] = sizes.get(item.what, 0) + item.size_bytes
+            question = "" if item.remedy else _question(item, in_memory=item.name in loaded)
+            if question:
+                questions[question] = item
+            cells = [item.what, format_bytes(item.size_bytes), str(item.path)]
+            rows.append({"id": item.name, "cells": cells, "remedy": item.remedy, "question": question})
+        self._stored = questions
+        parts = ", ".join(f"{what} {format_bytes(size)}" for what, size in sorted(sizes.items(), key=lambda it: -it[1]))
+        total = f"{format_bytes(sum(sizes.values()))} in all, {format_bytes(use.free_bytes)} free"
+        self.show(storage={"rows": rows[:MAX_ROWS], "note": f"{total}: {parts}" if parts else total})
+
+    def _show_storage(self, note: str) -> None:
+        """Show a note above the rows, which cannot be deleted until they were listed again."""
+        rows = [{**row, "question": ""} for row in self.shown("storage").get("rows", ())]
+        self._stored = {}
+        self.show(storage={"rows": rows, "note": note})
+
     # Saved notebooks
 
     def snapshot_html(self) -> str:
@@ -352,6 +428,17 @@ def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
         total_bytes=event.total_bytes,
         updated_at=time.monotonic(),
     )
+
+
+def _question(item: Stored, *, in_memory: bool) -> str:
+    """Return the question before a deletion, which names the files and their size."""
+    count = len(item.files)
+    names = [f"{name} ({format_bytes(size)})" for name, size in item.files[:NAMED_FILES]]
+    files = f"{count} file{'' if count == 1 else 's'}: {', '.join(names)}"
+    if count > NAMED_FILES:
+        files += f" and {count - NAMED_FILES} more"
+    question = f"Delete {item.name}, {format_bytes(item.size_bytes)} at {item.path}? {files}."
+    return f"{question} It is in memory, and can be used until it is unloaded." if in_memory else question
 
 
 def _log_failure(scan: asyncio.Task[None]) -> None:

@@ -19,7 +19,7 @@ SCRIPT = """async ([code, phone_code]) => {
             state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", pinned: [], phone_code,
         },
         rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "Unload", engines: ["mlx"]}],
-        choices: {engine: [], kv_cache_dtype: []},
+        choices: {engine: [], kv_cache_dtype: []}, storage: {},
         jobs: [], error: "", error_field: "", caption: "", engines: "", compact: false, revision: 1,
     };
     const model = {
@@ -118,6 +118,33 @@ def test_options_are_set_by_keyboard_and_a_wrong_one_is_marked(panels):
     context.press("Escape")
     expect(model_button(panels, "options")).to_be_focused()
     expect(context).to_be_hidden()
+
+
+def test_storage_is_read_when_it_is_opened_and_a_second_click_deletes(panels, panels_home):
+    runs = panels_home / "bench"
+    runs.mkdir()
+    (runs / "run.jsonl").write_bytes(b"0" * 2_000_000)
+    models = panels.panel("Models")
+    storage = models.get_by_role("list", name="list of what is stored")
+    expect(storage).to_be_hidden()
+    models.get_by_text("storage", exact=True).click()
+    row = storage.get_by_role("listitem").filter(has_text="benchmark runs")
+    expect(row).to_contain_text(str(runs))
+    question = row.get_by_role("group", name="Delete bench")
+    model_button(panels, "Delete bench …").press("Enter")
+    expect(question).to_have_text(f"Delete bench, 2 MB at {runs}? 1 file: run.jsonl (2 MB).Delete 2 MBKeep")
+    expect(model_button(panels, "Keep bench")).to_be_focused()
+    panels.page.keyboard.press("Enter")
+    expect(question).to_be_hidden()
+    expect(model_button(panels, "Delete bench …")).to_be_focused()
+    assert runs.exists()
+    panels.page.keyboard.press("Enter")
+    model_button(panels, "Delete 2 MB of bench").press("Enter")
+    expect(row).to_have_count(0)
+    expect(model_button(panels, "Refresh storage")).to_be_focused()
+    assert not runs.exists()
+    expect(storage.get_by_role("listitem").filter(has_text="tiny-bert")).to_be_visible()
+    models.get_by_text("storage", exact=True).click()
 
 
 def test_loading_an_unknown_model_is_an_error_that_can_be_dismissed(panels):

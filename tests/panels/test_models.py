@@ -2,18 +2,19 @@
 
 import contextlib
 import threading
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 import lmx_lab
 from lmx_lab.engine.engines import engine_for
-from lmx_lab.errors import NotLoadedError, OutOfMemoryError
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, OutOfMemoryError, StorageFullError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.models import ENGINES, MAX_ROWS, ModelsPanel
 from lmx_lab.panels.panel import BUG
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.values.models import EngineChoice, ModelEvent, Unloading
+from lmx_lab.values.models import DiskUse, EngineChoice, ModelEvent, Stored, Unloading
 from lmx_lab.wire.admin import Preference
 from tests.support.gguf import EXACT, LOSSY
 from tests.support.labs import manager_of
@@ -391,6 +392,116 @@ def test_requests_from_any_thread_are_answered(reader):
     thread.start()
     thread.join()
     reader.until(lambda panel: len(panel.rows) == 2)
+
+
+def stored(name, *sizes, what="model", remedy=""):
+    files = tuple((f"part-{number}", size) for number, size in enumerate(sizes))
+    return Stored(name=name, what=what, path=Path("/home", name), files=files, remedy=remedy)
+
+
+def test_storage_shows_what_takes_space_and_what_a_deletion_would_delete(reader, backend):
+    backend.records = [record("tiny", loaded=True)]
+    reader.ask("refresh")
+    assert reader.panel.storage == {}
+    backend.use = DiskUse(
+        items=(
+            stored("llama.cpp", 3 * 10**9, what="models of llama.cpp", remedy="delete its files"),
+            stored("big", *[10**8] * 10),
+            stored("tiny", 10**6),
+        ),
+        free_bytes=2 * 10**9,
+    )
+    reader.ask("storage")
+    reader.until(lambda panel: len(panel.storage.get("rows", ())) == 3)
+    assert reader.panel.storage["note"] == "4.00 GB in all, 2.00 GB free: models of llama.cpp 3.00 GB, model 1.00 GB"
+    names = ", ".join(f"part-{number} (100 MB)" for number in range(8))
+    assert reader.panel.storage["rows"] == [
+        {
+            "id": "llama.cpp",
+            "cells": ["models of llama.cpp", "3.00 GB", "/home/llama.cpp"],
+            "remedy": "delete its files",
+            "question": "",
+        },
+        {
+            "id": "big",
+            "cells": ["model", "1.00 GB", "/home/big"],
+            "remedy": "",
+            "question": f"Delete big, 1.00 GB at /home/big? 10 files: {names} and 2 more.",
+        },
+        {
+            "id": "tiny",
+            "cells": ["model", "1 MB", "/home/tiny"],
+            "remedy": "",
+            "question": (
+                "Delete tiny, 1 MB at /home/tiny? 1 file: part-0 (1 MB). "
+                "It is in memory, and can be used until it is unloaded."
+            ),
+        },
+    ]
+
+
+def test_only_what_the_confirmed_question_names_is_deleted(reader, backend, workbench):
+    tiny = stored("tiny", 10**6)
+    backend.use = DiskUse(items=(tiny,), free_bytes=0)
+    reader.ask("storage")
+    reader.until(lambda panel: panel.storage.get("rows"))
+    question = reader.panel.storage["rows"][0]["question"]
+    with pytest.raises(Refused, match="has changed since it was listed"):
+        reader.ask("remove", question=question.replace("1 MB", "2 MB"))
+    reader.ask("remove", question=question)
+    reader.until(lambda panel: panel.storage["note"] == "Deleting tiny …")
+    assert [row["question"] for row in reader.panel.storage["rows"]] == [""]
+    with pytest.raises(Refused, match="has changed since it was listed"):
+        reader.ask("remove", question=question)
+    reader.give(backend.removals, StorageFullError("/home/tiny cannot be deleted"))
+    reader.until(lambda panel: panel.error == "tiny was not deleted: /home/tiny cannot be deleted")
+    reader.until(lambda panel: panel.storage["rows"][0]["question"] == question)
+    reader.ask("remove", question=question)
+    backend.use = DiskUse(items=(), free_bytes=10**6)
+    reader.give(backend.removals, None)
+    reader.until(lambda panel: panel.storage == {"rows": [], "note": "0 kB in all, 1 MB free"})
+    assert backend.requests == [("remove", tiny)] * 2
+    assert not reader.panel.error
+    workbench.follow(ScriptedBackend())
+    reader.until(lambda panel: panel.storage == {})
+
+
+def test_a_real_lab_deletes_what_is_as_it_was_listed(lab, real_workbench):
+    runs = lab.settings.home / "bench"
+    runs.mkdir()
+    (runs / "run.jsonl").write_bytes(b"0" * 2_000_000)
+    reader = Reader(ModelsPanel(real_workbench))
+
+    def question(panel):
+        rows = panel.storage.get("rows", ())
+        return next((row["question"] for row in rows if row["id"] == "bench"), None)
+
+    reader.ask("storage")
+    reader.until(question)
+    tiny = next(row for row in reader.panel.storage["rows"] if row["id"] == "tiny")
+    assert (tiny["cells"][0], tiny["cells"][2]) == ("model", str(lab.settings.home / "models" / "tiny"))
+    assert question(reader.panel) == f"Delete bench, 2 MB at {runs}? 1 file: run.jsonl (2 MB)."
+    (runs / "later.jsonl").write_bytes(b"0" * 1000)
+    reader.ask("remove", question=question(reader.panel))
+    changed = "bench was not deleted: bench has changed since it was listed; list it again"
+    reader.until(lambda panel: panel.error == changed and question(panel))
+    assert question(reader.panel).endswith("2 files: run.jsonl (2 MB), later.jsonl (1 kB).")
+    reader.ask("remove", question=question(reader.panel))
+    reader.until(lambda panel: panel.storage["rows"] and question(panel) is None)
+    assert not reader.panel.error
+    assert not runs.exists()
+    assert (lab.settings.home / "models" / "tiny").exists()
+
+
+def test_an_attached_lab_says_where_storage_is_listed(lab):
+    with lmx_lab.attach(lab.url) as attached:
+        workbench = Workbench(attached.backend, **QUICK)
+        reader = Reader(ModelsPanel(workbench))
+        reader.ask("storage")
+        reader.until(lambda panel: "run lmx-lab storage where the server runs" in panel.storage.get("note", ""))
+        workbench.suspend()
+        with pytest.raises(InvalidRequestError, match="where the server runs"):
+            attached.backend.portal.run(attached.backend.remove_stored(stored("bench", 1)))
 
 
 def test_a_real_lab_loads_waits_and_unloads_and_its_errors_are_shown(lab, real_workbench, tmp_path):

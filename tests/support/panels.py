@@ -19,7 +19,7 @@ from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.summary import FIELDS
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.models import EngineChoice, LoadReport, LoadSpec, ModelEvent
+from lmx_lab.values.models import DiskUse, EngineChoice, LoadReport, LoadSpec, ModelEvent, Stored
 from lmx_lab.values.outputs import Delta, FinishReason, Vectors
 from lmx_lab.wire.admin import EngineRecord, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
@@ -79,6 +79,8 @@ class ScriptedBackend:
         ]
         self.records = [record("tiny"), record("tiny-two")]
         self.scans = 0
+        self.use = DiskUse(items=(), free_bytes=2 * 10**9)
+        self.removals: asyncio.Queue[Any] = asyncio.Queue()
         self.requests: list[tuple[str, Any]] = []
         self.loads: asyncio.Queue[Any] = asyncio.Queue()
         self.unloads: asyncio.Queue[Any] = asyncio.Queue()
@@ -119,6 +121,13 @@ class ScriptedBackend:
     ) -> float:
         self.requests.append(("unload", self.now.model) if wait is None else ("unload", (model, wait)))
         return float(await _next(self.unloads))
+
+    async def disk_use(self) -> DiskUse:
+        return self.use
+
+    async def remove_stored(self, item: Stored) -> None:
+        self.requests.append(("remove", item))
+        await _next(self.removals)
 
     async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
         self.requests.append(("generate", request))
