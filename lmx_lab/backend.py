@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from lmx_lab.blocking import Portal
-from lmx_lab.values.models import DiskUse, LoadReport, LoadSpec, ModelEvent, Stored, Unloading
+from lmx_lab.values.models import (
+    DiskUse,
+    LoadReport,
+    LoadSpec,
+    ModelEvent,
+    Stored,
+    TimeToLive,
+    Unloading,
+)
 from lmx_lab.values.outputs import (
     Delta,
     EncodeReport,
@@ -28,7 +36,13 @@ from lmx_lab.values.recording import NO_HASH, Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample, TraceBody
+from lmx_lab.wire.admin import (
+    KeepAnswer,
+    ModelRecords,
+    RequestEvent,
+    Sample,
+    TraceBody,
+)
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import Timings, Usage
@@ -57,8 +71,8 @@ class ServerState:
     """Path under which the notebook's own Jupyter server forwards requests, for pages that it has served."""
     model: str | None = None
     """Id of the loaded model."""
-    pinned: tuple[str, ...] = ()
-    """Ids of the models that are kept in memory in addition to it."""
+    others: tuple[str, ...] = ()
+    """Ids of the other models in memory."""
     unloading: Unloading | None = None
     """Set while the unload of ``model`` waits for its running answers to end."""
     note: str = ""
@@ -322,7 +336,7 @@ class Backend(Protocol):
         Cancelling this call ends the wait, but not the unload. Another call joins an unload that is in progress.
 
         Args:
-            model: The model to unload, or whose load is cancelled; None for any.
+            model: The model to unload, or whose load is cancelled; None for the main model, or any load.
             wait: Whether running answers may finish: True without a time limit, False not at all, None within
                 ``drain_s``.
         """
@@ -341,6 +355,9 @@ class Backend(Protocol):
             InvalidRequestError: it has changed since, or is not removed by this package; or the server runs in another
                 process.
         """
+
+    async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
+        """Change how long a model stays in memory; see ``ModelManager.keep``."""
 
     # Requests
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 
@@ -24,7 +24,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 NUMBERS: dict[str, type] = {"int": Integral, "float": Real}
 BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
-TYPE_DESCRIPTIONS = {"bool": "true or false (1 or 0)", "int": "a whole number", "float": "a number"}
+COUNT_OR_AUTO = "int | Literal['auto']"
+TYPE_DESCRIPTIONS = {
+    "bool": "true or false (1 or 0)",
+    "int": "a whole number",
+    "float": "a number",
+    COUNT_OR_AUTO: "a whole number, or auto",
+}
 SECRETS = frozenset(
     {f"{PREFIX}{name}" for name in ("API_KEY", "UPSTREAM_API_KEY", "DAEMON_TOKEN", "COMPARE_API_KEY")}
     | {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"}
@@ -35,6 +41,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),
     "daemon_port": (0, 65_535),
     "slots": (1, 1024),
+    "resident": (1, 64),
     "queue_limit": (0, 100_000),
     "max_body_bytes": (1024, GIB),
     "request_timeout_s": (0.001, DAY_S),
@@ -123,6 +130,9 @@ class Settings:
     """Time that running requests have to finish before another model is loaded."""
     stall_limit_s: float = 60.0
     """Time without an engine step, while requests wait, after which ``/readyz`` answers 503."""
+    resident: int | Literal["auto"] = 1
+    """Number of models that stay in memory, besides pinned ones. A load beyond it unloads the model that was used least
+    recently. ``auto``: as many as memory has room for."""
     swap: bool = False
     """Whether a request for another model on disk loads that model. Otherwise the request is rejected."""
     model_aliases: tuple[str, ...] = ()
@@ -131,7 +141,7 @@ class Settings:
     """Whether a request that names a model that is not on disk is answered by the loaded model. Otherwise the request
     is rejected."""
     idle_unload_s: float | None = None
-    """Time without requests after which the model is unloaded. By default it stays loaded."""
+    """Time without requests after which a model is unloaded. By default it stays loaded."""
     load_timeout_s: float | None = None
     """Maximum time to load a model into memory, without the download. By default 60 s plus 1 s for each 20 MB of
     weights."""
@@ -181,7 +191,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and low <= value <= high):
+            if value is None or (name == "resident" and value == "auto"):
+                continue
+            if not (isinstance(value, int | float) and low <= value <= high):
                 raise InvalidRequestError(f"{name} is {value!r}; it must be from {low} to {high}", param=name)
         for alias in self.model_aliases:
             if not all(alias.partition("=")):
@@ -262,6 +274,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
     """Convert a value to the annotated type ``kind`` of a setting. ``name`` is the setting's name in error messages."""
     kind = kind.removesuffix(" | None")
     try:
+        if kind == COUNT_OR_AUTO and value == "auto":
+            return value
         if kind.startswith("tuple["):
             items = value.split(os.pathsep if "Path" in kind else ",") if isinstance(value, str) else value
             return tuple(Path(item).expanduser() if "Path" in kind else str(item) for item in items if str(item))
@@ -270,9 +284,10 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         if kind == "Path":
             return Path(value).expanduser()
         # NumPy's numbers are instances of these classes. A boolean is an integer in Python.
-        if kind in NUMBERS and (isinstance(value, bool) or not isinstance(value, (NUMBERS[kind], str))):
+        number = "int" if kind == COUNT_OR_AUTO else kind
+        if number in NUMBERS and (isinstance(value, bool) or not isinstance(value, (NUMBERS[number], str))):
             raise TypeError
-        return {"int": int, "float": float, "str": str}[kind](value)
+        return {"int": int, "float": float, "str": str}[number](value)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InvalidRequestError(
             f"{name} is {value!r}; it must be {TYPE_DESCRIPTIONS.get(kind, f'of type {kind}')}"

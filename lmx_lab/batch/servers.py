@@ -62,7 +62,7 @@ FindModel = Callable[[Backend], Awaitable[LoadedModel]]
 
 
 async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
-    """Return the loaded chat model.
+    """Return the chat model that answers requests which name none.
 
     Args:
         hashed: Whether to hash the model's files for the key, if they are on this machine.
@@ -71,7 +71,8 @@ async def loaded_model(backend: Backend, *, hashed: bool) -> LoadedModel:
         NotLoadedError: no chat model is loaded.
     """
     records = (await backend.models()).models
-    record = next((each for each in records if each.loaded and not each.pinned and each.kind == "chat"), None)
+    loaded = [each for each in records if each.loaded and each.kind == "chat"]
+    record = min(loaded, key=lambda each: not each.main, default=None)
     if record is None:
         raise NotLoadedError(f"no chat model is loaded at {backend.state().url}; load one first: lab.load(...)")
     return await identify(backend, record, hashed=hashed)

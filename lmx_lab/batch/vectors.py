@@ -52,7 +52,7 @@ async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -
         raise NotLoadedError(
             f"{wanted} at {backend.state().url}; start the lab with embedder=..., or load one: lab.load('minilm-l6')"
         )
-    record = min(loaded, key=lambda each: not each.pinned)
+    record = min(loaded, key=lambda each: (not each.pinned, not each.main))
     return await identify(backend, record, hashed=hashed)
 
 

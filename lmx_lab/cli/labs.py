@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.table import Table
@@ -18,7 +18,7 @@ from lmx_lab.cli.terminal import out, print_line, print_note, single_line
 from lmx_lab.extras import install_command
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
-from lmx_lab.values.models import EngineChoice, LoadOptions
+from lmx_lab.values.models import EngineChoice, LoadOptions, TimeToLive
 
 app = typer.Typer()
 NEEDS_LAB = "a running lab: lmx-lab serve, or launch() in a notebook"
@@ -55,12 +55,24 @@ def load(
     engine: Annotated[
         EngineChoice | None, typer.Option(help="Engine that must run the model. By default the one for its format.")
     ] = None,
+    pin: Annotated[
+        bool | None,
+        typer.Option("--pin/--no-pin", help="Whether no other load unloads the model. By default it stays as it is."),
+    ] = None,
+    ttl: Annotated[
+        str | None, typer.Option(help="Seconds without a request after which the model is unloaded, or never.")
+    ] = None,
     wait: Wait = None,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
     """Load a model in a running lab, in place of the loaded one. Ctrl-C cancels the load."""
-    options: LoadOptions = {}
+    options: LoadOptions = {"pin": pin}
+    if ttl is not None:
+        try:
+            options["ttl_s"] = float(ttl)
+        except ValueError:
+            options["ttl_s"] = cast(TimeToLive, ttl)  # checked by ``load``
     if engine is not None:
         options["engine"] = engine
     if wait is not None:
@@ -81,14 +93,16 @@ def load(
 def unload(
     model: Annotated[
         str | None,
-        typer.Argument(help="Model that is loaded or being loaded. By default any.", autocompletion=complete_model),
+        typer.Argument(
+            help="Model that is loaded or being loaded. By default the main one.", autocompletion=complete_model
+        ),
     ] = None,
     *,
     wait: Wait = None,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Unload the model of a running lab, or cancel its load. Ctrl-C ends the command, but not the unload."""
+    """Unload a model of a running lab, or cancel its load. Ctrl-C ends the command, but not the unload."""
     with _running_lab(url, api_key) as lab:
         try:
             freed_gb = lab.unload(None if model is None else _absolute(model), wait=wait)

@@ -106,6 +106,13 @@ def serve(
         str | None, typer.Option(help="Embedding model to keep in memory alongside the loaded model.")
     ] = None,
     reranker: Annotated[str | None, typer.Option(help="Reranker to keep in memory alongside the loaded model.")] = None,
+    resident: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Number of models that stay in memory; auto: as many as memory has room for. By default 1.",
+        ),
+    ] = None,
     swap: Annotated[
         bool, typer.Option("--swap", help="Load the model that a request names, if it is not loaded.")
     ] = False,
@@ -200,6 +207,7 @@ def serve(
         model_aliases=model_alias or None,
         any_model=any_model or None,
         idle_unload_s=idle_unload,
+        resident=resident,
         slots=slots,
         queue_limit=queue_limit,
         request_timeout_s=request_timeout,

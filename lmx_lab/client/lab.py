@@ -39,7 +39,12 @@ from lmx_lab.client.connection import (
     wrong_server_error,
 )
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
-from lmx_lab.values.models import LoadOptions, LoadReport, ModelEvent
+from lmx_lab.values.models import (
+    LoadOptions,
+    LoadReport,
+    ModelEvent,
+    TimeToLive,
+)
 from lmx_lab.values.outputs import FinishReason
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.values.tracing import Trace
@@ -48,6 +53,8 @@ from lmx_lab.wire.admin import (
     CancelLoadAnswer,
     CancelLoadRequest,
     Heartbeat,
+    KeepAnswer,
+    KeepRequest,
     Memory,
     ModelRecords,
     NotReady,
@@ -614,7 +621,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         Cancelling this call ends the wait, but not the unload. Another call joins an unload that is in progress.
 
         Args:
-            model: The model to unload, or whose load is cancelled; None for any.
+            model: The model to unload, or whose load is cancelled; None for the main model, or any load.
             wait: Whether running answers may finish: True without a time limit, False not at all, None within the limit
                 of the server, 30 s by default.
             progress: Called on this loop when the unload has to wait, when a running answer has ended, and when the
@@ -632,6 +639,19 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         if progress is None:
             return await unload()
         return await run_with_progress(unload, events=self.events(["models"]), progress=progress)
+
+    async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
+        """Change how long a model stays in memory. Arguments that are None change nothing.
+
+        Args:
+            pin: Whether it stays until it is unloaded by request. No other load replaces it then.
+            ttl_s: Seconds without requests after which it is unloaded, or ``"never"``.
+
+        Raises:
+            InvalidRequestError: the model is not in memory.
+        """
+        content = encode_body(validated(KeepRequest, {"model": model, "pin": pin, "ttl_s": ttl_s}))
+        return await self._connection.fetch("POST", "/admin/models/keep", KeepAnswer, content=content)
 
     # The server
 
@@ -707,6 +727,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
     timeline = twin(AsyncLabClient.timeline)
     load = twin(AsyncLabClient.load)
     unload = twin(AsyncLabClient.unload)
+    keep = twin(AsyncLabClient.keep)
     cancel_load = twin(AsyncLabClient.cancel_load)
     version = twin(AsyncLabClient.version)
     ready = twin(AsyncLabClient.ready)

@@ -49,14 +49,14 @@ class ModelFinder:
         self._catalog = catalog
         self._report = report
 
-    async def find(self, spec: LoadSpec, *, local: bool, loaded: ModelEntry | None = None) -> ModelEntry:
+    async def find(self, spec: LoadSpec, *, local: bool, loaded: Sequence[ModelEntry] = ()) -> ModelEntry:
         """Return the files to load, with ``engine_reason``.
 
         With ``engine="auto"``, a model that an engine here can run is not downloaded or converted to another format.
 
         Args:
             local: Whether the caller is on this machine, and may name paths and models to download.
-            loaded: The model in memory.
+            loaded: The models in memory.
 
         Raises:
             ModelNotFoundError: the model is not on disk, and cannot be downloaded.
@@ -275,13 +275,13 @@ def by_preference(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> 
 
 
 def choose_format(
-    entries: Sequence[ModelEntry], spec: LoadSpec, preferred: PreferredEngine, loaded: ModelEntry | None
+    entries: Sequence[ModelEntry], spec: LoadSpec, preferred: PreferredEngine, loaded: Sequence[ModelEntry]
 ) -> ModelEntry | None:
     """Return the entry to load with ``engine_reason``, of those on the disk; None if the required engine runs none.
 
     Args:
         entries: The formats that the name means or, if an engine is required, all formats of the model.
-        loaded: The model in memory. With ``auto``, it stays, unless an option needs another engine.
+        loaded: The models in memory. With ``auto``, they stay, unless an option needs another engine.
     """
     if not entries:
         return None
@@ -291,10 +291,11 @@ def choose_format(
         named = [it for it in found if it.source != "path" and (it.id == spec.model or it.has_alias(spec.model))]
         best = by_preference(named or found[:1], preferred)
         return _with_reason(best[0], REQUESTED) if best else None
-    if loaded is not None and (llama_cpp_option(spec) is None or loaded.format == preferred.format):
-        same = next((entry for entry in entries if entry.path == loaded.path), None)
-        if same is not None:
-            return replace(same, engine_reason=loaded.engine_reason)
+    for present in loaded:
+        if llama_cpp_option(spec) is None or present.format == preferred.format:
+            same = next((entry for entry in entries if entry.path == present.path), None)
+            if same is not None:
+                return replace(same, engine_reason=present.engine_reason)
     entry = by_preference(entries, preferred)[0]
     if entry.format == preferred.format and len({each.format for each in entries}) > 1:
         return _with_reason(entry, preferred.reason)

@@ -21,7 +21,7 @@ from lmx_lab.errors import (
     UnusableModelError,
 )
 from lmx_lab.values.engine import EngineSnapshot
-from lmx_lab.values.models import KINDS_IN_WORDS, Kind, LoadSpec, ModelEntry, Unloading
+from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry, Unloading
 
 Kinds = tuple[Kind, ...]
 CHAT: Kinds = ("chat",)
@@ -103,31 +103,40 @@ def is_idle_path(name: str, now: EngineSnapshot) -> bool:
 
 
 def check_unload(name: str, now: EngineSnapshot, *, local: bool) -> None:
-    """Check that unloading the main model unloads the model of this name.
+    """Check that the model of this name can be unloaded.
 
     Raises:
         InvalidRequestError: the model is pinned, or not in memory.
     """
     model = loaded_id(name, entries_in_memory(now), local=local)
-    if model == now.model:
-        return
-    if any(pinned.entry.id == model for pinned in now.pinned):
-        raise InvalidRequestError(f"{model} is pinned: it stays in memory until the server stops", param="model")
-    raise InvalidRequestError(f"{name[:200]} is not loaded, {now.model or 'no model'} is", param="model")
+    state = next((state for state in now.models if state.entry.id == model), None)
+    if state is None:
+        loaded = ", ".join(state.entry.id for state in now.models if not state.pinned)
+        verb = "are" if "," in loaded else "is"
+        raise InvalidRequestError(f"{name[:200]} is not loaded, {loaded or 'no model'} {verb}", param="model")
+    if state.pinned and (state is not now.main or state.entry.kind == "chat"):
+        raise pinned_refusal(state.entry.id)
 
 
-def check_pinned_kind(spec: LoadSpec, entry: ModelEntry) -> None:
-    """Check that a model has the kind that a load pins.
+def pinned_refusal(model: str) -> InvalidRequestError:
+    """Return the error of a request to unload a model that is pinned."""
+    return InvalidRequestError(
+        f"{model} is pinned: it stays in memory until the server stops, or until it is released with "
+        f"lab.keep({model!r}, pin=False) or POST /admin/models/keep",
+        param="model",
+    )
+
+
+def check_pinned_kind(name: str, entry: ModelEntry, kind: Kind) -> None:
+    """Check that a model has the kind that a setting needs.
 
     Raises:
         UnusableModelError: the model has another kind.
     """
-    if entry.kind == "chat":
-        raise UnusableModelError(f"{spec.model} is a chat model; only embedding models and rerankers can be pinned")
-    if spec.pin is not None and entry.kind != spec.pin:
+    if entry.kind != kind:
         raise UnusableModelError(
-            f"{spec.model} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[spec.pin]} is needed here: load it as the "
-            "main model, or name another one"
+            f"{name} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the main "
+            "model, or name another one"
         )
 
 
@@ -141,11 +150,10 @@ def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
         name: The id that the request names.
         kinds: Kinds of models that could answer.
     """
-    main = now.entry
-    if main is not None and main.answers(kinds) and name in (None, main.id):
+    main, in_memory = now.entry, entries_in_memory(now)
+    if (leaving := find_model(in_memory, name, kinds)) is not None:
         # The snapshot is older than the refusal: since then, an unload of this model has begun.
-        return NotLoadedError(f"{main.id} is being unloaded; {LOAD_FIRST}")
-    in_memory = entries_in_memory(now)
+        return NotLoadedError(f"{leaving.id} is being unloaded; {LOAD_FIRST}")
     other = next((entry for entry in in_memory if entry.id == name and not entry.answers(kinds)), None)
     if other is not None:
         others = [entry.id for entry in in_memory if entry.answers(kinds)]
@@ -154,9 +162,11 @@ def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
     if main is None and (kinds == CHAT or (not encoders and name is None and now.state == "loading")):
         return _none_loaded(now)
     if name is not None:
-        loaded = encoders if encoders and kinds != CHAT else [main] if main is not None else []
+        removable = [state.entry for state in now.models if not state.pinned or state is now.main]
+        loaded = encoders if encoders and kinds != CHAT else removable
         ids = ", ".join(entry.id for entry in loaded) or "none"
-        return OtherModelLoadedError(f"{name[:200]} is not loaded, {ids} is; {REMEDIES[kinds[0]]}", param="model")
+        verb = "are" if len(loaded) > 1 else "is"
+        return OtherModelLoadedError(f"{name[:200]} is not loaded, {ids} {verb}; {REMEDIES[kinds[0]]}", param="model")
     if kinds == CHAT:
         assert main is not None
         return NotLoadedError(f"{main.id} is {KINDS_IN_WORDS[main.kind]} and does not chat; {LOAD_FIRST}")

@@ -1,8 +1,12 @@
 """Own the models in memory: load and unload them, and pass each request to the model that answers it.
 
-Everything runs on one event loop in a thread, except what reads the published state. Changes of the main model happen
-one at a time. Nothing polls: a model reports when its engine loses it, ``AdmissionControl`` reports when it has no
-requests left, and timers are set to known points in time.
+Everything runs on one event loop in a thread, except what reads the published state. Loads and unloads happen one at a
+time. Nothing polls: a model reports when its engine loses it, ``AdmissionControl`` reports when it has no requests
+left, and timers are set to known points in time.
+
+The model that was loaded last is the main one: it answers requests that name none. ``Settings.resident`` models stay in
+memory, besides those that are pinned. For a load beyond that, or if memory is short, the model that was used least
+recently leaves.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
@@ -24,17 +28,16 @@ from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.engines import ENGINES, Factory, choose_engine, engine_for
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.loads import (
-    CurrentChange,
+    Change,
     Drain,
     IfBusy,
-    LoadOperation,
-    UnloadOperation,
     draft_warning,
     load_progress,
     same_options,
     within_limit,
 )
 from lmx_lab.engine.lookup import (
+    ANY_KIND,
     CHAT,
     EMBEDDING,
     NONE_LOADED,
@@ -45,6 +48,7 @@ from lmx_lab.engine.lookup import (
     find_model,
     is_idle_path,
     loaded_id,
+    pinned_refusal,
     refusal,
     unknown_model,
     with_models_on_disk,
@@ -77,8 +81,8 @@ from lmx_lab.errors import (
 )
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import COUNTERS, EngineSnapshot, EngineState, ModelChange, TokenTotals, UnloadCause
-from lmx_lab.values.models import EngineName, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot, EngineState, ModelState, TokenTotals, UnloadCause
+from lmx_lab.values.models import EngineName, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent, TimeToLive
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import in_thread
@@ -92,8 +96,7 @@ T = TypeVar("T")
 Model: TypeAlias = "LoadedModel[Any]"
 Request = GenerationRequest | EmbeddingRequest | RerankRequest | TraceRequest
 RELOAD_S = 30.0
-"""Minimum time between two automatic loads of a main model whose process was ended because of a request, or of a pinned
-model that its engine has lost."""
+"""Minimum time between two automatic loads of a model that its engine has lost."""
 TRIES = 3
 """Maximum number of attempts to submit a request in swap mode, in case other loads replace its model in the
 meantime."""
@@ -103,12 +106,11 @@ meantime."""
 class InMemory:
     """The models in memory at one moment. A new object replaces it after each change, so any thread may read it."""
 
+    loaded: tuple[Model, ...] = ()
+    """In the order of their loads."""
     main: Model | None = None
-    pins: Mapping[Kind, Model] = field(default_factory=dict)
-    """The models that stay next to the main one, which may be one of them."""
     failure: LabError | None = None
     """Why the last main model left memory, if its engine lost it; see ``lost``."""
-    change: ModelChange | None = None
     unloaded: tuple[str, UnloadCause] | None = None
     """The model that was unloaded last, and why; None after a load."""
 
@@ -119,9 +121,25 @@ class InMemory:
 
     @property
     def models(self) -> list[Model]:
-        """The pinned models, then the main one, without those that their engines have lost."""
-        models = dict.fromkeys((*self.pins.values(), self.main))
-        return [model for model in models if model is not None and model.lost is None]
+        """The models in the order in which they answer requests that name none: pinned encoders, the main model, then
+        the others, the newest first. Models that their engines have lost are left out.
+        """
+        order = dict.fromkeys((*filter(_is_beside, self.loaded), self.main, *reversed(self.loaded)))
+        return [model for model in order if model is not None and model.lost is None]
+
+    def without(self, model: Model, *, stays: bool = False) -> InMemory:
+        """Return the models after one was unloaded. If it was the main one, the newest of the others takes its place,
+        but no pinned encoder.
+
+        Args:
+            stays: Whether it stays in memory, and only ceases to be the main model.
+        """
+        loaded = self.loaded if stays else tuple(other for other in self.loaded if other is not model)
+        main = self.main
+        if main is model:
+            others = (it for it in reversed(loaded) if it is not model and it.lost is None and not _is_beside(it))
+            main = next(others, None)
+        return replace(self, loaded=loaded, main=main)
 
 
 class ModelManager:
@@ -161,6 +179,8 @@ class ModelManager:
         self._machine_bytes = total_bytes()
         self._created_at = time.monotonic()
         self._now = InMemory()
+        self._change: Change[Any] | None = None
+        """The load or unload that is in progress."""
         self._ended_totals = TokenTotals()
         """Counts of the models that have left memory, which are in ``_counted`` while other code refers to them."""
         self._counted: weakref.WeakSet[Model] = weakref.WeakSet()
@@ -207,7 +227,7 @@ class ModelManager:
         self._cancel_all(error)
         for task in list(self._reloads):
             task.cancel()
-        self._wanted.clear()
+        self._missing.clear()
         models, self._now = self._now.models, InMemory()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -253,16 +273,18 @@ class ModelManager:
         """Create what belongs to the loop."""
         self._loop = asyncio.get_running_loop()
         self._now = InMemory()
-        self._wanted: dict[Kind, Model] = {}
-        """Models to keep next to the main one. They are loaded again after their engine has lost them."""
+        self._missing: list[Model] = []
+        """Pinned models that their engines have lost, and that are to be loaded again."""
         self._idle_spec: LoadSpec | None = None
         """The spec of the model that was unloaded because it was idle (``EngineSnapshot.idle_model``)."""
-        self._current = CurrentChange(on_change=self._publish_change, on_end=self._schedule_next)
+        self._changing = asyncio.Lock()
+        """Held by the change that is in progress."""
         # Models are read into memory one at a time, so that the memory of the others is known.
         self._entering = asyncio.Lock()
-        self._loads: list[LoadOperation] = []
-        """The loads that are in progress."""
-        self._last_unload: UnloadOperation | None = None
+        self._loads: list[Change[LoadReport]] = []
+        """The loads that are in progress or wait for another change."""
+        self._unloading: Change[int] | None = None
+        """The unload that a caller has requested last."""
         self._lending: asyncio.Task[str | None] | None = None
         """Unloads all models, and loads them again when they are taken back; see ``make_room``."""
         self._taken_back = asyncio.Event()
@@ -270,13 +292,13 @@ class ModelManager:
         self._reloads: set[asyncio.Task[Any]] = set()
         """The tasks that load models again that were lost."""
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._reloaded_at: dict[Kind | None, float] = {}
-        """When a model that was lost was last loaded again: the main one (None), or the pinned one of a kind."""
+        self._reloaded_at: dict[str, float] = {}
+        """When a model that was lost was last loaded again, by id."""
         self._swaps = SwapQueue(
             self.settings,
-            loaded=lambda: self.snapshot.model or self.snapshot.idle_model,
-            is_busy=lambda: self._now.main is not None and self._now.main.admission.active > 0,
-            is_changing=self._current.in_progress,
+            loaded=self._loaded_ids,
+            is_busy=self._is_full_and_busy,
+            is_changing=self._changing.locked,
         )
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
@@ -323,7 +345,7 @@ class ModelManager:
 
     @property
     def models(self) -> list[Model]:
-        """The models in memory: the pinned ones, then the main one."""
+        """The models in memory: pinned encoders, the main one, then the others, the newest first."""
         return self._now.models
 
     @property
@@ -339,7 +361,11 @@ class ModelManager:
         # twice.
         totals = replace(self._ended_totals)
         now = self._now
-        states = [model.state(pinned=model in now.pins.values()) for model in now.models]
+        draining = change.drain if (change := self._change) is not None and change.stage == "draining" else None
+        states = [
+            model.state(unloading=draining.state if draining is not None and draining.model is model else None)
+            for model in now.models
+        ]
         for state in states:
             totals.add(state.totals)
         with self._totals_lock:
@@ -347,7 +373,7 @@ class ModelManager:
                 setattr(totals, name, max(getattr(totals, name), getattr(self._totals, name)))
             self._totals = totals
         main = next((state for state in states if now.main is not None and state.entry is now.main.entry), None)
-        change, unloaded = now.change, now.unloaded if main is None else None
+        unloaded = now.unloaded if main is None else None
         if now.main is not None and isinstance(now.lost, OutOfMemoryError):
             unloaded = (now.main.entry.id, "memory")
         phase: EngineState = "ready" if main is not None else "empty"
@@ -355,14 +381,12 @@ class ModelManager:
             phase = "loading"
         elif main is None and isinstance(now.lost, EngineDeadError):
             phase = "dead"
-        if change is not None and now.main is not None:
-            change = replace(change, requests_left=now.main.admission.active)
         memory = self._memory(now.main)
         return EngineSnapshot(
             state=phase,
             models=tuple(states),
             main=main,
-            change=change,
+            change=change.state if change is not None else None,
             unloaded_model=unloaded[0] if unloaded is not None else None,
             unload_cause=unloaded[1] if unloaded is not None else None,
             totals=totals,
@@ -448,7 +472,7 @@ class ModelManager:
             (self.settings.embedder, "embedding"),
             (self.settings.reranker, "rerank"),
         ]
-        return [LoadSpec(model=name, pin=kind) for name, kind in named if name is not None and kind not in present]
+        return [LoadSpec(model=name, pin=True) for name, kind in named if name is not None and kind not in present]
 
     # Loads
 
@@ -461,15 +485,18 @@ class ModelManager:
         finish_queued: bool = False,
         if_busy: IfBusy = "refuse",
     ) -> LoadReport:
-        """Load a model in place of the main one, or in addition to it if ``spec.pin`` is set.
+        """Load a model, which becomes the main one; a pinned encoder only stays next to it.
 
-        Running requests of the main model may end first (``drain_s``). If the load fails, the previous model is loaded
-        again. Cancelling the caller does not cancel the load. Loads of the same spec that are in progress are joined.
+        If more than ``Settings.resident`` models would be in memory, or too little of it is left, models that are not
+        pinned leave first: those without requests, the least recently used first, then the others, whose running
+        requests may end first (``drain_s``). If the load fails, they are loaded again. Cancelling the caller does not
+        cancel the load. Loads of the same spec that are in progress are joined. A model that is in memory with these
+        options is not loaded again, and only its ``pin`` and ``ttl_s`` change.
 
         Args:
             entry: The model, if its files are already known.
             local: Whether the caller is on this machine, and may name paths and models to download.
-            finish_queued: Whether the queued requests of the main model are also answered, within the same time.
+            finish_queued: Whether the queued requests of models that leave are also answered, within the same time.
             if_busy: What to do while another load or unload is in progress.
 
         Raises:
@@ -498,8 +525,7 @@ class ModelManager:
         async def check() -> ModelEntry:
             entry, engine = await self._find(spec, None, local=True)
             await self._finder.check(entry)
-            if spec.pin is not None:
-                check_pinned_kind(spec, entry)
+            self._check_kind(spec, entry)
             others = await in_thread(lambda: [(it, self.engine(engine_for(it.format).name)) for it in beside])
             room_bytes = engine.memory.limit - sum(
                 it.load_bytes for it, other in others if _share_memory(engine, other)
@@ -526,81 +552,98 @@ class ModelManager:
 
         await self._run(cancel)
 
-    def _loads_of(self, model: str) -> list[LoadOperation]:
+    def _loads_of(self, model: str) -> list[Change[LoadReport]]:
         """Return the loads of the model with this id or requested name."""
-        return [operation for operation in self._loads if model in operation.model_names]
+        return [change for change in self._loads if model in change.names]
 
     async def _join_load(
-        self, spec: LoadSpec, entry: ModelEntry | None, *, local: bool, finish_queued: bool, if_busy: IfBusy
+        self,
+        spec: LoadSpec,
+        files: ModelEntry | None,
+        *,
+        local: bool,
+        finish_queued: bool,
+        if_busy: IfBusy,
+        takes_main: bool = True,
     ) -> LoadReport:
         if self._stopped:
             # A request in swap mode may have got its turn because other loads have ended.
             raise EngineDeadError("the engine was stopped")
-        operation = next((it for it in self._loads if it.spec == spec and it.requested_entry == entry), None)
-        if operation is None:
-            unload = UnloadOperation(done=self._loop.create_future(), requested=False, wait=spec.wait)
-            operation = LoadOperation(spec=spec, entry=entry, done=self._loop.create_future(), unload=unload)
-            self._loads.append(operation)
-            work = self._load(operation, local=local, finish_queued=finish_queued, if_busy=if_busy)
+        change = next((it for it in self._loads if it.spec == spec and it.files == files), None)
+        if change is None:
+            change = Change(
+                kind="load",
+                name=spec.model,
+                done=self._loop.create_future(),
+                spec=spec,
+                files=files,
+                wait=spec.wait,
+                takes_main=takes_main,
+            )
+            self._loads.append(change)
+            work = self._load(change, spec, local=local, finish_queued=finish_queued, if_busy=if_busy)
             self._start_task(work, f"lmx-lab load {spec.model:.80}")
         # Cancelling a caller does not cancel the load.
-        return await asyncio.shield(operation.done)
+        return await asyncio.shield(change.done)
 
-    async def _load(self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy) -> None:
+    async def _load(
+        self, change: Change[LoadReport], spec: LoadSpec, *, local: bool, finish_queued: bool, if_busy: IfBusy
+    ) -> None:
         try:
-            report = await self._find_and_load(operation, local=local, finish_queued=finish_queued, if_busy=if_busy)
+            report = await self._find_and_load(change, spec, local=local, finish_queued=finish_queued, if_busy=if_busy)
         except LabError as exc:
-            self._fail(operation, exc)
+            self._fail(change, exc)
         except asyncio.CancelledError:
-            self._fail(operation, NotLoadedError(f"the load of {operation.spec.model} was cancelled"))
+            self._fail(change, NotLoadedError(f"the load of {spec.model} was cancelled"))
             raise
         except Exception as exc:
-            log.exception("%s could not be loaded", operation.spec.model)
-            self._fail(operation, UnusableModelError(f"{operation.spec.model} could not be loaded: {exc!r}"))
+            log.exception("%s could not be loaded", spec.model)
+            self._fail(change, UnusableModelError(f"{spec.model} could not be loaded: {exc!r}"))
         else:
             self._report(ModelEvent(model=report.model, stage="loaded"))
-            operation.finish(report)
+            change.finish(report)
         finally:
-            self._loads.remove(operation)
+            self._loads.remove(change)
 
-    def _fail(self, operation: LoadOperation, error: LabError) -> None:
-        if not operation.done.done():
-            self._report(ModelEvent(model=operation.spec.model, stage="failed", message=error.message))
-        operation.finish(error)
+    def _fail(self, change: Change[LoadReport], error: LabError) -> None:
+        if not change.done.done():
+            self._report(ModelEvent(model=change.name, stage="failed", message=error.message))
+        change.finish(error)
 
     async def _find_and_load(
-        self, operation: LoadOperation, *, local: bool, finish_queued: bool, if_busy: IfBusy
+        self, change: Change[LoadReport], spec: LoadSpec, *, local: bool, finish_queued: bool, if_busy: IfBusy
     ) -> LoadReport:
-        spec, found = operation.spec, operation.entry
-        entry, engine = await operation.run(self._find(spec, found, local=local))
-        operation.reached_engine, operation.entry = True, entry
-        if spec.pin is not None:
-            if found is None:
-                await operation.run(self._finder.check(entry))
-            check_pinned_kind(spec, entry)
+        entry, engine = await change.run(self._find(spec, change.files, local=local))
+        change.entry = entry
+        if change.beside:
+            if change.files is None:
+                await change.run(self._finder.check(entry))
+            self._check_kind(spec, entry)
             if self._lending is not None:
-                self._current.check_free(self.snapshot)
+                self._check_free()
             self._report(load_progress(entry))
-            return await operation.run(self._load_pinned(entry, spec, engine, spec.pin))
-        if not self._current.in_progress() and (report := await self._report_if_loaded(entry, spec)) is not None:
-            return report
-        others = [other for other in self._loads if other is not operation and other.loads_same(entry, spec)]
-        if others:
-            other = others[0]
-            other.unload.set_wait(spec.wait)
+            return await change.run(self._load_beside(entry, spec, engine))
+        self._check_kind(spec, entry)
+        if not self._changing.locked():
+            model = await self._find_loaded(entry, spec)
+            if model is not None and not self._replaces_main(model):
+                return self._use_again(model, entry, spec)
+        other = next((it for it in self._loads if it is not change and it.loads_same(entry, spec)), None)
+        if other is not None:
+            other.set_wait(spec.wait)
             return await asyncio.shield(other.done)
         if if_busy == "replace":
-            for other in self._loads:
-                if other.replaces_main and other.entry is not None and other.entry.path != entry.path:
-                    error = NotLoadedError(f"the load of {other.entry.id} was cancelled: {entry.id} is loaded instead")
-                    other.cancel(error, restores_previous=False)
+            for it in self._loads:
+                if it.entry is not None and not it.beside and it.entry.path != entry.path:
+                    error = NotLoadedError(f"the load of {it.entry.id} was cancelled: {entry.id} is loaded instead")
+                    it.cancel(error, restores=False)
         if if_busy == "refuse":
-            self._current.check_free(self.snapshot)
-        async with self._current.begin("load", entry.id):
-            if found is None:
-                await operation.run(self._finder.check(entry))
+            self._check_free()
+        async with self._in_progress(change):
+            if change.files is None:
+                await change.run(self._finder.check(entry))
             self._report(load_progress(entry))
-            return await self._replace_main(operation, entry, engine, finish_queued=finish_queued)
+            return await self._load_in_turn(change, entry, spec, engine, finish_queued=finish_queued)
 
     async def _find(self, spec: LoadSpec, entry: ModelEntry | None, *, local: bool) -> tuple[ModelEntry, Engine]:
         """Return the files to load, with those of the draft model, and their engine.
@@ -609,118 +652,177 @@ class ModelManager:
             entry: The files, if they are already known.
         """
         if entry is None:
-            main = self._now.main
-            loaded = main.entry if main is not None and main.lost is None else None
+            loaded = [model.entry for model in self._now.models]
             entry = await self._finder.find(spec, local=local, loaded=loaded)
         entry = await self._finder.with_draft(entry, spec, local=local)
         return entry, await in_thread(functools.partial(self.engine, choose_engine(entry, spec).name))
 
-    async def _same_model(self, model: Model | None, entry: ModelEntry, spec: LoadSpec) -> Model | None:
-        """Return the model if it is in memory, has these options, and its files have not changed; None otherwise."""
-        if model is None or model.lost is not None or not same_options(model.spec, spec):
-            return None
-        unchanged = await in_thread(functools.partial(is_loaded, model.entry, entry))
-        return model if unchanged and model in self._now.models else None
+    def _check_kind(self, spec: LoadSpec, entry: ModelEntry) -> None:
+        """Check that a model that the settings pin has the kind of its setting.
 
-    async def _report_if_loaded(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport | None:
-        """Return a report if the main model is this one; None otherwise."""
-        if (main := await self._same_model(self._now.main, entry, spec)) is None or main is not self._now.main:
-            return None
-        return _load_report(main, entry, 0.0)
+        Raises:
+            UnusableModelError: the model has another kind.
+        """
+        kinds: dict[str | None, Kind] = {self.settings.embedder: "embedding", self.settings.reranker: "rerank"}
+        if spec.pin and (kind := kinds.get(spec.model)) is not None:
+            check_pinned_kind(spec.model, entry, kind)
 
-    async def _replace_main(
-        self, operation: LoadOperation, entry: ModelEntry, engine: Engine, *, finish_queued: bool
+    async def _find_loaded(self, entry: ModelEntry, spec: LoadSpec) -> Model | None:
+        """Return the model in memory that has these files, unchanged, and these options; None if there is none."""
+        for model in self._now.models:
+            if same_options(model.spec, spec) and await in_thread(functools.partial(is_loaded, model.entry, entry)):
+                return model if model in self._now.models else None
+        return None
+
+    def _use_again(self, model: Model, entry: ModelEntry, spec: LoadSpec, *, takes_main: bool = True) -> LoadReport:
+        """Return the report of a load of a model that is in memory."""
+        model.keep(pin=spec.pin, ttl_s=spec.ttl_s)
+        if takes_main:
+            # The newest one is the last.
+            others = (other for other in self._now.loaded if other is not model)
+            self._now = replace(self._now, loaded=(*others, model), main=model, failure=None, unloaded=None)
+        self._set_idle_timer()
+        return _load_report(model, entry, 0.0)
+
+    async def _load_in_turn(
+        self, change: Change[LoadReport], entry: ModelEntry, spec: LoadSpec, engine: Engine, *, finish_queued: bool
     ) -> LoadReport:
-        """Load a model in place of the main one; if that fails, load the previous model again."""
-        operation.check()
-        spec, previous = operation.spec, self._now.main
-        if (report := await self._report_if_loaded(entry, spec)) is not None:
-            return report
-        # A model that cannot be loaded is refused while the current model still answers.
-        checked_s = await operation.run(
-            self._check_loadable(entry, spec, engine, self._room_bytes(engine, instead_of=previous, besides=entry))
-        )
-        await operation.run(self._restore_pins())
+        """Load a model, after others have left memory for it; if that fails, load those again."""
+        change.check()
+        present = await self._find_loaded(entry, spec)
+        if present is not None and not (change.takes_main and self._replaces_main(present)):
+            return self._use_again(present, entry, spec, takes_main=change.takes_main)
+        # A model that cannot be loaded is refused while the others still answer.
+        started = self._loop.time()
+        leaving = await change.run(self._choose_leaving(entry, spec, engine, present))
+        checked_s = self._loop.time() - started
+        await change.run(self._load_missing())
+        left: list[Model] = []
+        main, before = self._now.main, next((model for model in leaving if _is_same(model, entry)), None)
         try:
-            why = f"the model was replaced by {entry.id}"
-            await self._drain_and_unload(operation.unload, why, finish_queued=finish_queued, load=operation)
-            if previous is not None:
-                self._report(ModelEvent(model=previous.entry.id, stage="unloaded"))
-            self._current.enter_stage("loading")
-            report = await operation.run(self._load_main(entry, spec, engine))
+            for model in leaving:
+                why = f"the model was replaced by {entry.id}"
+                await self._unload_after_drain(model, why, change, finish_queued=finish_queued)
+                left.append(model)
+                self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
+            change.stage = "loading"
+            entered, report = await change.run(self._enter(entry, spec, engine, as_main=change.takes_main))
+            if before is not None:
+                entered.keep_as(before, spec)
             return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
         except LabError as exc:
-            # Not the exception, which refers to this frame, and so to the previous model.
+            # Not the exception, which refers to this frame, and so to the models that have left.
             kind, message, param = type(exc), exc.message, exc.param
-        # The previous model is not needed if another model is loaded instead, or if the lab stops.
-        outcome = await self._restore(operation, previous) if operation.restores_previous else ""
+        # They are not needed if another model is loaded instead, or if the lab stops.
+        outcome = await self._restore(change, left, main) if change.restores else ""
         raise kind(f"{message}{outcome}", param=param)
 
-    async def _restore(self, operation: LoadOperation, previous: Model | None) -> str:
-        """Load the previous model again after a failed load. Return the outcome as the end of an error message."""
-        if previous is None:
-            return NONE_LOADED
-        name = previous.entry.id
-        if self._now.main is previous:
-            return f"; {name} is still loaded"
-        try:
-            await operation.restore(self._reload(previous))
-        except LabError as exc:
-            return f"; the previous model {name} could not be loaded again either: {exc.message}"
-        return f"; the previous model {name} is loaded again"
+    def _replaces_main(self, model: Model) -> bool:
+        """Return whether a model in memory becomes the main one as if it was loaded: a pinned encoder does."""
+        return _is_beside(model) and model is not self._now.main
 
-    async def _reload(self, model: Model) -> None:
-        entry, spec, engine = model.entry, model.spec, self.engine(engine_for(model.entry.format).name)
-        room_bytes = self._room_bytes(engine, instead_of=self._now.main, besides=entry)
-        await self._check_loadable(entry, spec, engine, room_bytes)
-        await self._load_main(entry, spec, engine)
-
-    def _room_bytes(self, engine: Engine, *, instead_of: Model | None, besides: ModelEntry | None = None) -> int:
-        """Return the memory that a model may use when it is loaded in place of another one.
+    async def _choose_leaving(
+        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, present: Model | None
+    ) -> list[Model]:
+        """Let the engine check a model, and return the models that leave memory for it.
 
         Args:
-            besides: A model whose memory does not count, because the load uses it if it is in memory.
+            present: The model, if it is in memory.
+
+        Raises:
+            OutOfMemoryError: the model does not fit next to those that are pinned.
+        """
+        same = [model for model in self._now.models if _is_same(model, entry) and model is not present]
+        others = [model for model in self._now.models if not model.pinned and model not in same]
+        others.sort(key=lambda model: (model.admission.active > 0, model.admission.used_at))
+        resident = self.settings.resident
+        surplus = 0 if resident == "auto" else max(0, len(others) + 1 - resident)
+        for count in range(surplus, len(others) + 1):
+            leaving = [*same, *others[:count]]
+            without = leaving if present is None else [*leaving, present]
+            try:
+                await self._check_loadable(entry, spec, engine, self._room_bytes(engine, without=without))
+            except OutOfMemoryError as exc:
+                if count < len(others):
+                    continue
+                pinned = [model.entry.id for model in self._now.models if model.pinned and model not in same]
+                if not pinned:
+                    raise
+                note = (
+                    f"{', '.join(pinned)} stay in memory, because they are pinned; lab.keep(ID, pin=False) releases one"
+                )
+                raise OutOfMemoryError(f"{exc.message}; {note}", param=exc.param) from exc
+            return leaving
+        raise AssertionError("unreachable")
+
+    async def _restore(self, change: Change[LoadReport], left: Sequence[Model], main: Model | None) -> str:
+        """Load models again that have left memory for a load that has failed. Return the outcome as the end of an error
+        message.
+
+        Args:
+            main: The main model before the load.
+        """
+        if not left:
+            return f"; {main.entry.id} is still loaded" if main is not None else NONE_LOADED
+        outcome = ""
+        for model in left:
+            name = model.entry.id
+            try:
+                await change.restore(self._reload(model, as_main=model is main))
+            except LabError as exc:
+                outcome += f"; the previous model {name} could not be loaded again either: {exc.message}"
+            else:
+                outcome += f"; the previous model {name} is loaded again"
+        return outcome
+
+    async def _reload(self, model: Model, *, as_main: bool) -> None:
+        entry, spec, engine = model.entry, model.spec, self.engine(engine_for(model.entry.format).name)
+        if model not in self._now.models:
+            await self._check_loadable(entry, spec, engine, self._room_bytes(engine))
+        loaded, _ = await self._enter(entry, spec, engine, as_main=as_main)
+        loaded.keep_as(model)
+
+    def _room_bytes(self, engine: Engine, *, without: Sequence[Model] = ()) -> int:
+        """Return the memory that a model may use next to those in memory.
+
+        Args:
+            without: Models that leave memory first.
         """
         staying = [
             model
             for model in self._now.models
-            if _share_memory(engine, self._engines[engine_for(model.entry.format).name])
-            and (besides is None or model.entry.path != besides.path)
-            and (model is not instead_of or (model is self._now.main and model in self._now.pins.values()))
+            if model not in without and _share_memory(engine, self._engines[engine_for(model.entry.format).name])
         ]
         return engine.memory.limit - sum(model.memory_bytes for model in staying)
 
-    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, engine: Engine, room_bytes: int) -> float:
-        """Let an engine check a model; return the seconds that it took."""
-        started = self._loop.time()
+    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, engine: Engine, room_bytes: int) -> None:
+        """Let an engine check a model."""
         check = engine.check(entry, spec, room_bytes=room_bytes)
         await within_limit(check, entry, self.settings.load_timeout_s)
-        return self._loop.time() - started
 
     async def _enter(
-        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, *, instead_of: Model | None
+        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, *, as_main: bool
     ) -> tuple[Model, LoadReport]:
-        """Read a model into memory, and return it with the report of its load."""
-        started = self._loop.time()
-        entry = await in_thread(functools.partial(with_marks, entry))
-        room_bytes = self._room_bytes(engine, instead_of=instead_of)
-        load = engine.load(entry, spec, room_bytes=room_bytes)
-        model = await within_limit(load, entry, self.settings.load_timeout_s)
-        if (lost := model.lost) is not None:
-            raise type(lost)(lost.message)
-        return model, _load_report(model, entry, self._loop.time() - started)
+        """Read a model into memory, unless it is there, and return it with the report of its load.
 
-    async def _load_main(self, entry: ModelEntry, spec: LoadSpec, engine: Engine) -> LoadReport:
+        Args:
+            as_main: Whether it becomes the main model even if there is one.
+        """
         async with self._entering:
-            for pinned in self._now.pins.values():
-                # An encoder may be the main model and pinned.
-                if (model := await self._same_model(pinned, entry, spec)) is not None:
-                    report = _load_report(model, entry, 0.0)
-                    break
-            else:
-                model, report = await self._enter(entry, spec, engine, instead_of=self._now.main)
-            self._now = replace(self._now, main=model, failure=None, unloaded=None)
-        return report
+            if (model := await self._find_loaded(entry, spec)) is not None:
+                return model, self._use_again(model, entry, spec, takes_main=as_main)
+            started = self._loop.time()
+            entry = await in_thread(functools.partial(with_marks, entry))
+            load = engine.load(entry, spec, room_bytes=self._room_bytes(engine))
+            model = await within_limit(load, entry, self.settings.load_timeout_s)
+            if (lost := model.lost) is not None:
+                raise type(lost)(lost.message)
+            now = self._now
+            self._now = replace(now, loaded=(*now.loaded, model))
+            if as_main or (now.main is None and not _is_beside(model)):
+                self._now = replace(self._now, main=model, failure=None, unloaded=None)
+            self._set_idle_timer()
+        return model, _load_report(model, entry, self._loop.time() - started)
 
     async def _drop(self, model: Model, error: LabError) -> int:
         """Unload a model that was removed from ``_now``; return the bytes that this released."""
@@ -739,61 +841,77 @@ class ModelManager:
         """Cancel all loads, and the end of ``make_room``. The callers of loads get the error immediately."""
         if self._lending is not None:
             self._lending.cancel()
-        for operation in list(self._loads):
-            failure = error or NotLoadedError(f"the load of {operation.spec.model} was cancelled: the server stops")
-            operation.cancel(failure, restores_previous=False)
-            self._fail(operation, failure)
+        for change in list(self._loads):
+            failure = error or NotLoadedError(f"the load of {change.name} was cancelled: the server stops")
+            change.cancel(failure, restores=False)
+            self._fail(change, failure)
 
-    # Pinned models
+    # Models that stay
 
-    async def _load_pinned(self, entry: ModelEntry, spec: LoadSpec, engine: Engine, kind: Kind) -> LoadReport:
-        async with self._entering:
-            before, checked_s = self._now.pins.get(kind), 0.0
-            model = None
-            for present in (before, self._now.main):
-                model = model or await self._same_model(present, entry, spec)
-            if model is not None:
-                report = _load_report(model, entry, 0.0)
-            else:
-                room_bytes = self._room_bytes(engine, instead_of=before)
-                checked_s = await self._check_loadable(entry, spec, engine, room_bytes)
-                model, report = await self._enter(entry, spec, engine, instead_of=before)
-            self._wanted[kind] = model
-            self._now = replace(self._now, pins={**self._now.pins, kind: model})
+    async def keep(
+        self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None, local: bool = True
+    ) -> ModelState:
+        """Change how long a model stays in memory. Arguments that are None change nothing.
+
+        Args:
+            pin: Whether it stays until it is unloaded by request: no other load and no time without requests removes
+                it, and it is loaded again if its engine loses it.
+            ttl_s: Seconds without requests after which it is unloaded, or ``"never"``.
+
+        Raises:
+            InvalidRequestError: the model is not in memory.
+        """
+
+        async def keep() -> ModelState:
+            named = self.model_for(model, ANY_KIND, local=local)
+            if named is None:
+                check_unload(model, self.snapshot, local=local)
+                raise AssertionError("unreachable")
+            named.keep(pin=pin, ttl_s=ttl_s)
+            self._set_idle_timer()
+            return named.state()
+
+        return await self._run(keep)
+
+    async def _load_beside(self, entry: ModelEntry, spec: LoadSpec, engine: Engine) -> LoadReport:
+        """Load an encoder that stays next to the main model."""
+        started, before = self._loop.time(), next((it for it in self._now.models if _is_same(it, entry)), None)
+        if (model := await self._find_loaded(entry, spec)) is None:
+            leaving = [before] if before is not None and before is not self._now.main else []
+            await self._check_loadable(entry, spec, engine, self._room_bytes(engine, without=leaving))
+        checked_s = self._loop.time() - started
+        model, report = await self._enter(entry, spec, engine, as_main=False)
         if before is not None and before is not model and before is not self._now.main:
-            await self._drop(before, NotLoadedError(f"{entry.id} was pinned in place of {before.entry.id}"))
+            self._now = self._now.without(before)
+            await self._drop(before, NotLoadedError(f"{entry.id} was loaded again with other options"))
         return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms, context_length=None)
 
-    async def _restore_pins(self) -> None:
-        """Load pinned models again that were lost because their engine died."""
-        for kind, pinned in list(self._wanted.items()):
-            present = self._now.pins.get(kind)
-            if present is None or present.lost is not None:
-                await self._restore_pin(kind, pinned)
-
-    async def _restore_pin(self, kind: Kind, pinned: Model) -> None:
-        engine = self.engine(engine_for(pinned.entry.format).name)
-        self._report(load_progress(pinned.entry))
-        try:
-            await self._load_pinned(pinned.entry, pinned.spec, engine, kind)
-        except LabError as exc:
-            log.warning("%s, which was pinned, could not be loaded again: %s", pinned.entry.id, exc.message)
-            self._report(ModelEvent(model=pinned.entry.id, stage="failed", message=exc.message))
-        else:
-            self._report(ModelEvent(model=pinned.entry.id, stage="loaded"))
+    async def _load_missing(self) -> None:
+        """Load pinned models again that their engines have lost."""
+        for model in list(self._missing):
+            self._report(load_progress(model.entry))
+            try:
+                await self._reload(model, as_main=False)
+            except LabError as exc:
+                log.warning("%s, which was pinned, could not be loaded again: %s", model.entry.id, exc.message)
+                self._report(ModelEvent(model=model.entry.id, stage="failed", message=exc.message))
+            else:
+                self._missing = [other for other in self._missing if other is not model]
+                self._report(ModelEvent(model=model.entry.id, stage="loaded"))
 
     # Unloads
 
     async def unload(self, model: str | None = None, *, local: bool = True, wait: bool | None = None) -> int:
-        """Unload the main model after its running requests have ended; return the bytes that this released.
+        """Unload a model after its running requests have ended; return the bytes that this released.
 
         Cancelling the caller does not cancel the unload. Another call joins an unload that is in progress, and ``wait``
-        then applies to the rest of it. If a main model is being loaded, only this load is cancelled, even if it hangs,
-        and the previous model is loaded again; but if ``model`` names the previous model, whose requests the load waits
-        for, the call joins its unload, and returns 0 if the load is then cancelled. Pinned models stay.
+        then applies to the rest of it. If the model is being loaded, only this load is cancelled, even if it hangs, and
+        the models that have left memory for it are loaded again; without a name, any load is cancelled. But if
+        ``model`` names one that leaves memory for a load, the call joins its unload, and returns 0 if the load is then
+        cancelled. Pinned models stay; without a name, a pinned encoder only ceases to be the main model.
 
         Args:
-            model: The model to unload, or whose load is cancelled; None for any.
+            model: The model to unload, or whose load is cancelled; None for the main one.
             local: Whether the caller is on this machine, and may name the model by its path.
             wait: Whether running requests may finish: True without a time limit, False not at all, None within
                 ``drain_s``. Requests that have not ended by then, and queued ones, end with ``NotLoadedError``.
@@ -806,123 +924,178 @@ class ModelManager:
         async def unload() -> int:
             if (joined := self._unload_to_join(model, wait, local=local)) is not None:
                 joined.set_wait(wait)
-                return await asyncio.shield(joined.done) or 0
-            replacing = [operation for operation in self._loads if operation.replaces_main]
-            if loads := self._loads_of(model) if model is not None else replacing:
+                return await asyncio.shield(joined.done)
+            loads = [it for it in self._loads if it.entry is not None and not it.beside]
+            if loads := self._loads_of(model) if model is not None else loads:
                 _cancel(loads)
-                await asyncio.wait([operation.done for operation in loads])
+                await asyncio.wait([change.done for change in loads])
                 return 0
-            now, main = self.snapshot, self._now.main
             if model is not None:
-                check_unload(model, now, local=local)
-            self._current.check_free(now)
-            entry = main.entry if main is not None else None
-            operation = UnloadOperation(done=self._loop.create_future(), requested=True, wait=wait, entry=entry)
+                check_unload(model, self.snapshot, local=local)
+            elif self._now.main is not None and self._now.main.pinned and not _is_beside(self._now.main):
+                raise pinned_refusal(self._now.main.entry.id)
+            self._check_free()
+            named = self.model_for(model, ANY_KIND, local=local) if model is not None else self.main
+            change = Change(
+                kind="unload",
+                name=model or "",
+                done=self._loop.create_future(),
+                entry=named.entry if named is not None else None,
+                wait=wait,
+            )
             # Set before the unload begins, so that further requests to unload join it.
-            self._last_unload = operation
-            self._start_task(self._unload(operation), "lmx-lab unload")
+            self._unloading = change
+            self._start_task(self._unload(change, None if model is None else named), "lmx-lab unload")
             # Cancelling a caller does not cancel the unload.
-            return await asyncio.shield(operation.done) or 0
+            return await asyncio.shield(change.done)
 
         return await self._run(unload)
 
-    def _unload_to_join(self, model: str | None, wait: bool | None, *, local: bool) -> UnloadOperation | None:
+    def _unload_to_join(self, model: str | None, wait: bool | None, *, local: bool) -> Change[int] | Drain | None:
         """Return the unload in progress that a request to unload joins; None if there is none.
 
         Args:
             model, wait: The arguments of the request. With ``wait``, a name means the model in memory, even if the same
                 model is being loaded with other options.
         """
-        operation = self._last_unload
-        if operation is None or operation.done.done():
+        requested = self._unloading if self._unloading is not None and not self._unloading.done.done() else None
+        if model is None:
+            return requested
+        if wait is None and self._loads_of(model):
             return None
-        if model is None or operation.entry is None:
-            return operation if model is None and operation.requested else None
-        is_named = loaded_id(model, [operation.entry], local=local) == operation.entry.id
-        return operation if is_named and (wait is not None or not self._loads_of(model)) else None
+        if requested is not None and requested.entry is not None:
+            entry = requested.entry
+            return requested if loaded_id(model, [entry], local=local) == entry.id else None
+        drain = self._change.drain if self._change is not None else None
+        if drain is None:
+            return None
+        entry = drain.model.entry
+        return drain if loaded_id(model, [entry], local=local) == entry.id else None
 
-    async def _unload(self, operation: UnloadOperation) -> None:
-        main = self._now.main
+    async def _unload(self, change: Change[int], named: Model | None) -> None:
+        """Unload a model that a caller has named, or the main one."""
         try:
-            async with self._current.begin("unload", main.entry.id if main else ""):
-                if (main := self._now.main) is not None:
-                    self._current.name_model(main.entry.id)
-                    freed = await self._drain_and_unload(operation, "the model was unloaded", cause="requested")
-                else:
+            async with self._in_progress(change):
+                freed = 0
+                model = self._now.main if named is None else named if named in self._now.models else None
+                if model is not None:
+                    change.entry = model.entry
+                    freed = await self._unload_after_drain(model, "the model was unloaded", change, cause="requested")
+                elif named is None:
                     # Nothing is loaded: the idle model is no longer loaded again for a request.
-                    freed, unloaded = 0, self._now.unloaded
-                    if unloaded is not None:
-                        unloaded = (unloaded[0], "requested")
-                    self._now = replace(self._now, unloaded=unloaded, failure=None)
-            if main is not None:
-                self._report(ModelEvent(model=main.entry.id, stage="unloaded"))
-            operation.finish(freed)
+                    unloaded = self._now.unloaded
+                    self._now = replace(self._now, unloaded=unloaded and (unloaded[0], "requested"), failure=None)
+            if model is not None:
+                self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
+            change.finish(freed)
         except BaseException as exc:
-            operation.finish(exc)
+            change.finish(exc)
             raise
 
-    async def _drain_and_unload(
+    async def _unload_after_drain(
         self,
-        operation: UnloadOperation,
+        model: Model,
         why: str,
+        change: Change[Any],
         *,
         finish_queued: bool = False,
         cause: UnloadCause | None = None,
-        load: LoadOperation | None = None,
         limit_s: float | None = None,
     ) -> int:
-        """Unload the main model after its requests have ended; return the bytes that this released.
+        """Unload a model after its requests have ended; return the bytes that this released.
 
-        A pinned model stays in memory, and only ceases to be the main one.
+        A pinned encoder stays in memory, and only ceases to be the main model.
 
         Args:
+            change: The load that needs the room, or the unload. If a load is cancelled before the model is unloaded,
+                the model stays.
             limit_s: Time that running requests have to end; by default ``drain_s``.
-            load: The load that needs the room. If it is cancelled before the model is unloaded, the model stays.
         """
-        main = self._now.main
-        if main is None:
-            return 0
 
-        def report_drain(until: float | None, name: str = main.entry.id) -> None:
-            self._current.enter_stage("draining", drain_until=until)
-            if (state := self.snapshot.unloading) is not None:
-                self._report(ModelEvent(model=name, stage="unloading", unloading=state))
+        def report(drain: Drain) -> None:
+            self._report(ModelEvent(model=model.entry.id, stage="unloading", unloading=drain.state))
 
-        drain = Drain(
-            main,
+        drain = change.drain = Drain(
+            model,
             why,
             limit_s=self.settings.drain_s if limit_s is None else limit_s,
+            wait=change.wait,
             finish_queued=finish_queued,
-            on_change=report_drain,
+            replaced_by=change.model if change.kind == "load" else None,
+            on_change=report,
         )
-        drain.set_wait(operation.wait)
-        operation.entry, operation.drain, self._last_unload = main.entry, drain, operation
         try:
-            if main not in self._now.pins.values():
-                self._current.enter_stage("draining", drain_until=drain.until)
+            if not self._stays(model, change):
+                change.stage = "draining"
                 try:
-                    await (load.run(drain.run()) if load is not None else drain.run())
+                    await change.run(drain.run())
                 except LabError:
-                    main.admission.reopen()
+                    model.admission.reopen()
+                    drain.finish(0)
                     raise
-            self._current.enter_stage("unloading")
+            change.stage = "unloading"
             # It may have been pinned in the meantime.
-            if stays := main in self._now.pins.values():
-                main.admission.reopen()
-            unloaded = self._now.unloaded
+            if stays := self._stays(model, change):
+                model.admission.reopen()
+            now = self._now
             if cause is not None:
-                unloaded, self._idle_spec = (main.entry.id, cause), replace(main.spec, pin=None)
+                now, self._idle_spec = replace(now, unloaded=(model.entry.id, cause)), replace(model.spec, pin=None)
             # The cause is known before the memory is released.
-            self._now = replace(
-                self._now, main=None if self._now.main is main else self._now.main, unloaded=unloaded, failure=None
-            )
+            self._now = replace(now.without(model, stays=stays), failure=None)
             error = NotLoadedError("the model was unloaded before this request ended")
-            freed = 0 if stays else await self._drop(main, error)
+            freed = 0 if stays else await self._drop(model, error)
         except BaseException as exc:
-            operation.finish(None if load is not None and self._now.main is main else exc)
+            drain.finish(exc)
             raise
-        operation.finish(freed)
+        finally:
+            change.drain = None
+        drain.finish(freed)
         return freed
+
+    def _stays(self, model: Model, change: Change[Any]) -> bool:
+        """Return whether a model stays in memory although room is made for a load, or it is to be unloaded. It may have
+        been pinned in the meantime.
+        """
+        if change.kind == "unload":
+            return _is_beside(model)
+        return model.pinned and change.entry is not None and not _is_same(model, change.entry)
+
+    # Changes
+
+    @asynccontextmanager
+    async def _in_progress(self, change: Change[Any]) -> AsyncIterator[None]:
+        """Wait until other loads and unloads have ended, and show this one as in progress within the block."""
+        try:
+            async with self._changing:
+                change.since, self._change = time.perf_counter(), change
+                try:
+                    yield
+                finally:
+                    self._change = None
+        finally:
+            self._schedule_next()
+
+    def _check_free(self) -> None:
+        """Check that no load or unload is in progress.
+
+        Raises:
+            ModelBusyError: one is in progress.
+        """
+        if not self._changing.locked():
+            return
+        change, remedy = self._change, "try again when that is done"
+        loads = change is not None and change.kind == "load"
+        doing = f"{change.model} is being loaded" if change is not None and loads else "the model is being unloaded"
+        if change is not None and change.drain is not None and change.stage == "draining":
+            name = change.drain.model.entry.id
+            doing = f"{doing} ({name}: {change.drain.state})"
+            remedy += f", or stop its answers now: lmx-lab unload {name} --now, lab.unload({name!r}, wait=False)"
+        raise ModelBusyError(f"{doing}; {remedy}", retry_after_s=2)
+
+    async def _until_unchanged(self) -> None:
+        """Wait until the loads and unloads that are in progress have ended."""
+        async with self._changing:
+            pass
 
     # Room for the models of another manager
 
@@ -939,8 +1112,8 @@ class ModelManager:
 
         async def lend() -> None:
             self._cancel_all()
-            if self._last_unload is not None:
-                self._last_unload.set_wait(False)
+            if self._change is not None:
+                self._change.set_wait(False)
             self._taken_back.clear()
             unloaded: asyncio.Future[str | None] = self._loop.create_future()
             lending = self._lending = self._start_task(self._lend(model, limit_s, unloaded), "lmx-lab make room")
@@ -965,35 +1138,30 @@ class ModelManager:
 
         return await self._run(take_back)
 
-    async def _lend(self, model: str, limit_s: float, unloaded: asyncio.Future[str | None]) -> str | None:
+    async def _lend(self, name: str, limit_s: float, unloaded: asyncio.Future[str | None]) -> str | None:
         """Unload all models, and load them again when ``_taken_back`` is set. Return the main model.
 
         Args:
-            model: The model that is loaded in their place.
+            name: The model that is loaded in their place.
             unloaded: Gets its result when they are unloaded.
         """
-        async with self._current.begin("load", model):
-            main, why = self._now.main, f"the server was restarted for {model}"
-            operation = UnloadOperation(done=self._loop.create_future(), requested=False)
-            await self._drain_and_unload(operation, why, limit_s=limit_s)
-            while pins := list(self._now.pins.values()):
-                pinned = pins[0]
-                await Drain(pinned, why, limit_s=limit_s).run()
-                self._now = replace(self._now, pins={k: it for k, it in self._now.pins.items() if it is not pinned})
-                await self._drop(pinned, NotLoadedError(f"{why} before this request ended"))
-            self._current.enter_stage("loading")
+        change: Change[LoadReport] = Change(kind="load", name=name, done=self._loop.create_future())
+        async with self._in_progress(change):
+            main, models, why = self._now.main, list(self._now.loaded), f"the server was restarted for {name}"
+            for model in sorted(models, key=lambda model: model is not main):
+                await self._unload_after_drain(model, why, change, limit_s=limit_s)
+            change.stage = "loading"
             unloaded.set_result(None)
             await self._taken_back.wait()
-            await self._restore_pins()
+            self._missing += [model for model in models if model is not main]
+            await self._load_missing()
+            self._missing = [model for model in self._missing if model.pinned]
             if main is not None:
-                self._current.name_model(main.entry.id)
-                await self._reload(main)
+                change.name = main.entry.id
+                await self._reload(main, as_main=True)
             return main.entry.id if main is not None else None
 
     # Reports of models
-
-    def _publish_change(self) -> None:
-        self._now = replace(self._now, change=self._current.value)
 
     def _schedule_next(self) -> None:
         """Start the next turn in swap mode, and set the idle timer. Called when their conditions may have changed."""
@@ -1003,29 +1171,31 @@ class ModelManager:
     def _remove_lost(self, model: Model, by_request: bool) -> None:
         """React to a model that its engine has lost; see ``EngineHost.lost``."""
         now, error = self._now, model.lost
-        was_main, kind = now.main is model, next((kind for kind, it in now.pins.items() if it is model), None)
-        if error is None or not (was_main or kind is not None):
+        if error is None or model not in now.loaded:
             return
-        pins = {other: pinned for other, pinned in now.pins.items() if other != kind}
-        self._now = replace(now, pins=pins)
+        was_main, name, out_of_memory = now.main is model, model.entry.id, isinstance(error, OutOfMemoryError)
+        now = now.without(model)
+        if now.main is None and was_main:
+            now = replace(now, failure=error, unloaded=(name, "memory") if out_of_memory else now.unloaded)
+        self._now = now
         self._count_ended(model)
-        if was_main:
-            unloaded = now.unloaded
-            if isinstance(error, OutOfMemoryError):
-                unloaded = (model.entry.id, "memory")
-                self._report(ModelEvent(model=model.entry.id, stage="unloaded", message="out of memory"))
-            self._now = replace(self._now, main=None, failure=error, unloaded=unloaded)
-            if by_request and self._may_reload(None):
-                spec = replace(model.spec, pin=None)
-                load = self._join_load(spec, model.entry, local=True, finish_queued=False, if_busy="refuse")
-                self._start_reload(load)
-        if kind is not None:
-            reloads = self._lending is None and self._may_reload(kind)
-            what = "it is loaded again" if reloads else "pin it again"
-            message = f"the engine lost this pinned model; {what}"
-            self._report(ModelEvent(model=model.entry.id, stage="unloaded", message=message))
-            if reloads:
-                self._start_reload(self._restore_pin(kind, model))
+        reloads = (by_request or model.pinned) and self._lending is None and self._may_reload(name)
+        if model.pinned:
+            self._missing.append(model)
+        if model.pinned or not was_main:
+            which, remedy = ("this pinned model", "pin it again") if model.pinned else ("this model", "load it again")
+            message = f"the engine lost {which}; {'it is loaded again' if reloads else remedy}"
+            self._report(ModelEvent(model=name, stage="unloaded", message=message))
+        elif out_of_memory:
+            self._report(ModelEvent(model=name, stage="unloaded", message="out of memory"))
+        if reloads and by_request and (was_main or not model.pinned):
+            spec = replace(model.spec, pin=None)
+            load = self._join_load(
+                spec, model.entry, local=True, finish_queued=False, if_busy="refuse", takes_main=was_main
+            )
+            self._start_reload(load)
+        elif reloads:
+            self._start_reload(self._load_missing())
         self._schedule_next()
 
     def _start_reload(self, work: Coroutine[Any, Any, object]) -> None:
@@ -1033,48 +1203,65 @@ class ModelManager:
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
 
-    def _may_reload(self, slot: Kind | None) -> bool:
+    def _may_reload(self, name: str) -> bool:
         """Return whether a lost model is loaded again, which happens once in ``RELOAD_S``."""
         now = time.perf_counter()
-        if now - self._reloaded_at.get(slot, -RELOAD_S) <= RELOAD_S:
+        if now - self._reloaded_at.get(name, -RELOAD_S) <= RELOAD_S:
             return False
-        self._reloaded_at[slot] = now
+        self._reloaded_at[name] = now
         return True
 
     def _post_idle(self) -> None:
         """React to a model that has no requests left. May be called from any thread."""
         # Skipped if nothing depends on it, since a client that sends one request at a time causes this call each time.
-        if self.settings.idle_unload_s is not None or self.settings.swap or self._now.change is not None:
+        if self._has_time_to_live or self.settings.swap or self._change is not None:
             self._post(self._schedule_next)
 
+    @property
+    def _has_time_to_live(self) -> bool:
+        return any(model.ttl_s is not None for model in self._now.loaded)
+
     def _set_idle_timer(self) -> None:
-        """Set the timer to the time at which the main model has been idle for ``idle_unload_s``."""
+        """Set the timer to the time at which the next model has been idle for its time to live."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
-        idle_s, main = self.settings.idle_unload_s, self._now.main
-        # The end of the last request, or of the change, calls this method again.
-        if idle_s is None or main is None or main.admission.active or self._current.in_progress():
+        # The end of the last request of a model, or of the change, calls this method again.
+        if self._changing.locked():
             return
-        left_s = main.admission.used_at + idle_s - time.perf_counter()
+        now, main = self._now, self._now.main
+        ends = [
+            (model.admission.used_at + model.ttl_s, model)
+            for model in now.models
+            if model.ttl_s is not None
+            and not model.admission.active
+            and (not model.pinned or (model is main and _is_beside(model)))
+        ]
+        if not ends:
+            return
+        end, model = min(ends, key=lambda each: each[0])
+        left_s = end - time.perf_counter()
         if left_s > 0:
             self._idle_timer = self._loop.call_later(left_s, self._set_idle_timer)
         else:
-            self._start_task(self._unload_idle(main, idle_s), "lmx-lab idle unload")
+            self._start_task(self._unload_idle(model), "lmx-lab idle unload")
 
-    async def _unload_idle(self, main: Model, idle_s: float) -> None:
-        async with self._current.begin("unload", main.entry.id):
-            if self._now.main is not main:
+    async def _unload_idle(self, model: Model) -> None:
+        change: Change[int] = Change(
+            kind="unload", name=model.entry.id, done=self._loop.create_future(), entry=model.entry
+        )
+        async with self._in_progress(change):
+            idle_s = model.ttl_s
+            if model not in self._now.models or idle_s is None:
                 return
-            main.admission.close(NotLoadedError(f"{main.entry.id} was unloaded because it was idle; load it again"))
-            if main.admission.active or main.admission.used_at + idle_s > time.perf_counter():
+            model.admission.close(NotLoadedError(f"{change.name} was unloaded because it was idle; load it again"))
+            if model.admission.active or model.admission.used_at + idle_s > time.perf_counter():
                 # A request has arrived in the meantime.
-                main.admission.reopen()
+                model.admission.reopen()
                 return
-            log.info("%s was idle for %g s", main.entry.id, idle_s)
-            operation = UnloadOperation(done=self._loop.create_future(), requested=False)
-            await self._drain_and_unload(operation, "the model was unloaded", cause="idle")
-        self._report(ModelEvent(model=main.entry.id, stage="unloaded", message=f"idle for {idle_s:g} s"))
+            log.info("%s was idle for %g s", change.name, idle_s)
+            await self._unload_after_drain(model, "the model was unloaded", change, cause="idle")
+        self._report(ModelEvent(model=change.name, stage="unloaded", message=f"idle for {idle_s:g} s"))
 
     # Requests
 
@@ -1236,9 +1423,11 @@ class ModelManager:
 
         async def use_named(name: str | None) -> T:
             model = self.model_for(name, kinds, local=local)
-            # In swap mode, another model may be loaded in place of the main one before this request is admitted.
-            stays = not swap or model in self._now.pins.values()
-            if model is not None and (stays or not (self._current.in_progress() or self._swaps)):
+            # In swap mode, another model may be loaded in place of this one before the request is admitted. If only one
+            # model is in memory, requests for it take turns with those for others.
+            stays = not swap or (model is not None and model.pinned)
+            takes_turn = not stays and self.settings.resident == 1 and bool(self._changing.locked() or self._swaps)
+            if model is not None and not takes_turn:
                 try:
                     return await self._admit(model, request, use, count)
                 except NotLoadedError as exc:
@@ -1324,7 +1513,7 @@ class ModelManager:
         ticket = self._swaps.ticket(name, limited=limited)
         try:
             # Checked before the wait, so that a request for a model that does not exist does not delay others.
-            if name is not None and name != self.snapshot.model:
+            if name is not None and name not in self._loaded_ids():
                 await self._resolve(name, kinds, local=is_idle_path(name, self.snapshot))
             await self._swaps.wait(ticket)
             model = await self._load_for_request(name, kinds)
@@ -1338,10 +1527,10 @@ class ModelManager:
 
         A model that cannot answer the request is not loaded.
         """
-        await self._current.wait()
+        await self._until_unchanged()
         now = self.snapshot
         model = name or now.idle_model
-        if model is None or model == now.model:
+        if model is None or any(model == state.entry.id for state in now.models):
             return model
         # Decided before the load, after which the snapshot no longer shows that this was the idle model.
         local, idle_spec = is_idle_path(model, now), self._idle_spec if model == now.idle_model else None
@@ -1358,7 +1547,7 @@ class ModelManager:
                 report = await self._join_load(spec, None, local=local, finish_queued=True, if_busy="wait")
             except ModelBusyError:
                 # This request joined a load that does not wait for others.
-                await self._current.wait()
+                await self._until_unchanged()
                 continue
             self._swaps.swap_s = time.perf_counter() - started
             return report.model
@@ -1371,6 +1560,19 @@ class ModelManager:
         if not entry.answers(kinds):
             raise wrong_kind(entry, kinds)
         return entry
+
+    def _loaded_ids(self) -> frozenset[str]:
+        """Return the models in memory, and the one that was unloaded because it was idle."""
+        now = self.snapshot
+        idle = [now.idle_model] if now.idle_model is not None else []
+        return frozenset([*idle, *(state.entry.id for state in now.models)])
+
+    def _is_full_and_busy(self) -> bool:
+        """Return whether another model can be loaded only after running requests have ended."""
+        removable = [model for model in self._now.models if not model.pinned]
+        resident = self.settings.resident
+        full = resident != "auto" and len(removable) >= resident
+        return full and all(model.admission.active for model in removable)
 
     def _refusal(self, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
         """Return the error of a request that no model in memory can answer."""
@@ -1399,9 +1601,19 @@ async def _end_of(lending: asyncio.Task[T]) -> T:
     return lending.result()
 
 
-def _cancel(operations: Iterable[LoadOperation]) -> None:
-    for operation in operations:
-        operation.cancel(NotLoadedError(f"the load of {operation.spec.model} was cancelled"))
+def _cancel(loads: Iterable[Change[LoadReport]]) -> None:
+    for change in loads:
+        change.cancel(NotLoadedError(f"the load of {change.name} was cancelled"))
+
+
+def _is_beside(model: Model) -> bool:
+    """Return whether a model is a pinned encoder, which stays in memory next to the main model."""
+    return model.pinned and model.entry.kind != "chat"
+
+
+def _is_same(model: Model, entry: ModelEntry) -> bool:
+    """Return whether two models cannot be in memory together, because requests could not tell them apart."""
+    return model.entry.path == entry.path or model.entry.id == entry.id
 
 
 def _share_memory(engine: Engine, other: Engine) -> bool:

@@ -36,7 +36,7 @@ from lmx_lab.engine.validation import check_dimensions, check_messages, check_to
 from lmx_lab.errors import EngineError, InvalidRequestError, LabError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport, ModelState, TokenTotals
-from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.models import LoadSpec, ModelEntry, TimeToLive, Unloading
 from lmx_lab.values.outputs import InputType, RerankMethod, Vectors
 from lmx_lab.values.tracing import Trace
 
@@ -172,6 +172,11 @@ class LoadedModel(ABC, Generic[Row]):
         self.spec = spec
         self.fingerprint = fingerprint
         self.admission = AdmissionControl(entry.id, limit=settings.slots + settings.queue_limit, on_idle=host.idle)
+        self.pinned = bool(spec.pin)
+        """Whether it stays in memory until it is unloaded by request. Only the manager reads this and ``ttl_s``."""
+        self.ttl_s = settings.idle_unload_s
+        """Time without requests after which it is unloaded; None if it stays."""
+        self.keep(ttl_s=spec.ttl_s)
         self.lost: LabError | None = None
         """Why the model left memory without ``close``; None if it did not."""
         self.encoded_tokens = 0
@@ -214,7 +219,20 @@ class LoadedModel(ABC, Generic[Row]):
         totals.encoded_tokens += self.encoded_tokens
         return totals
 
-    def state(self, *, pinned: bool = False) -> ModelState:
+    def keep(self, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> None:
+        """Change how long the model stays in memory; see ``ModelManager.keep``."""
+        self.pinned = self.pinned if pin is None else pin
+        if ttl_s is not None:
+            self.ttl_s = None if ttl_s == "never" else ttl_s
+
+    def keep_as(self, before: LoadedModel[Any], spec: LoadSpec | None = None) -> None:
+        """Let the model stay in memory as long as one that it replaces, unless the load says otherwise."""
+        if spec is None or spec.pin is None:
+            self.pinned = before.pinned
+        if spec is None or spec.ttl_s is None:
+            self.ttl_s = before.ttl_s
+
+    def state(self, *, unloading: Unloading | None = None) -> ModelState:
         """Return the present state. Never blocks."""
         jobs, started, scheduler = len(self._jobs), self._jobs.running, None
         if self._answers is not None:
@@ -222,7 +240,10 @@ class LoadedModel(ABC, Generic[Row]):
         return ModelState(
             entry=self.entry,
             memory_bytes=self.memory_bytes,
-            pinned=pinned,
+            pinned=self.pinned,
+            ttl_s=self.ttl_s,
+            idle_s=None if self.admission.active else time.perf_counter() - self.admission.used_at,
+            unloading=unloading,
             context_length=self.context_length,
             slots=self.slots,
             batch_invariant=self.batch_invariant,

@@ -1,7 +1,7 @@
-"""Give turns to requests that name different models, of which one is loaded at a time.
+"""Give turns to requests that name different models, of which not all are in memory at a time.
 
 ``SwapOrder`` decides which request is next. It is pure: the caller passes the time. All requests that wait for a model
-are served in its turn, so that they are computed together. Requests for the same model that arrive later may pass
+are served in its turn, so that they are computed together. Requests for loaded models that arrive later may pass
 requests for other models only within a share. Then the turn goes to the model of the request that has waited longest.
 Thus no request waits forever, and the requests for one model are served in the order of arrival.
 
@@ -25,11 +25,11 @@ class Ticket:
     """The place of a request in the order. Times are seconds of one clock."""
 
     model: str | None
-    """Model that the request needs; None takes the loaded one."""
+    """Model that the request needs; None takes a loaded one."""
     number: int
     arrived_s: float
     passed: int = field(default=0)
-    """Number of later requests for the loaded model that were served first."""
+    """Number of later requests for loaded models that were served first."""
 
 
 class SwapOrder:
@@ -37,8 +37,8 @@ class SwapOrder:
 
     Args:
         share: How many later requests may pass one ticket.
-        share_s: Time in seconds for which later requests may extend the turn of a model while a request for another
-            model waits.
+        share_s: Time in seconds for which later requests may extend the turn of loaded models while a request for
+            another model waits.
     """
 
     def __init__(self, *, share: int, share_s: float = 2.0) -> None:
@@ -46,9 +46,9 @@ class SwapOrder:
         self._share_s = share_s
         self._waiting: list[Ticket] = []
         self._numbers = itertools.count()
-        self._loaded: str | None = None
+        self._loaded: frozenset[str] = frozenset()
         self._turn_began = 0
-        """Number of the first ticket that did not exist when the loaded model got its turn."""
+        """Number of the first ticket that did not exist when the loaded models got their turn."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -65,16 +65,16 @@ class SwapOrder:
         """Remove a ticket; ignored if it was taken or never added."""
         self._waiting = [other for other in self._waiting if other is not ticket]
 
-    def take(self, loaded: str | None, *, now: float, busy: bool) -> Ticket | None:
-        """Remove and return the ticket whose turn it is; None if later requests for the loaded model may still pass.
+    def take(self, loaded: frozenset[str], *, now: float, busy: bool) -> Ticket | None:
+        """Remove and return the ticket whose turn it is; None if later requests for loaded models may still pass.
 
         Args:
-            loaded: The loaded model.
-            busy: Whether the loaded model has requests, which another model would have to wait for.
+            loaded: The loaded models.
+            busy: Whether another model can be loaded only after running requests have ended.
         """
         if loaded != self._loaded:
             self._loaded, self._turn_began = loaded, next(self._numbers)
-        here = next((ticket for ticket in self._waiting if ticket.model in (None, loaded)), None)
+        here = next((ticket for ticket in self._waiting if ticket.model is None or ticket.model in loaded), None)
         other = self._first_for_another(loaded)
         shared = other is not None and now - other.arrived_s < self._share_s and other.passed < self._share
         if other is None:
@@ -99,8 +99,8 @@ class SwapOrder:
         other = self._first_for_another(self._loaded)
         return other.arrived_s + self._share_s if other is not None else None
 
-    def _first_for_another(self, loaded: str | None) -> Ticket | None:
-        return next((ticket for ticket in self._waiting if ticket.model not in (None, loaded)), None)
+    def _first_for_another(self, loaded: frozenset[str]) -> Ticket | None:
+        return next((it for it in self._waiting if it.model is not None and it.model not in loaded), None)
 
 
 class SwapQueue:
@@ -108,8 +108,8 @@ class SwapQueue:
     is submitted, and no other request can replace the model in between.
 
     Args:
-        loaded: Returns the model that is loaded, or was unloaded because it was idle.
-        is_busy: Returns whether the loaded model has requests.
+        loaded: Returns the models that are loaded, and the one that was unloaded because it was idle.
+        is_busy: Returns whether another model can be loaded only after running requests have ended.
         is_changing: Returns whether a model is being loaded or unloaded.
         share_s: See ``SwapOrder``.
     """
@@ -118,7 +118,7 @@ class SwapQueue:
         self,
         settings: Settings,
         *,
-        loaded: Callable[[], str | None],
+        loaded: Callable[[], frozenset[str]],
         is_busy: Callable[[], bool],
         is_changing: Callable[[], bool],
         share_s: float = 2.0,

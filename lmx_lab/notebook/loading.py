@@ -14,8 +14,20 @@ from lmx_lab.backend import Backend, Progress
 from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
 from lmx_lab.progress import ProgressBar, bar, status
-from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec, ModelEntry, ModelEvent
-from lmx_lab.wire.admin import UnloadRequest, load_spec
+from lmx_lab.values.models import (
+    LoadOptions,
+    LoadReport,
+    LoadSpec,
+    ModelEntry,
+    ModelEvent,
+    TimeToLive,
+)
+from lmx_lab.wire.admin import (
+    KeepAnswer,
+    KeepRequest,
+    UnloadRequest,
+    load_spec,
+)
 from lmx_lab.wire.errors import validated
 
 if TYPE_CHECKING:
@@ -120,14 +132,15 @@ class RunningChange(Generic[T]):
 
 
 async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:
-    """Load a model by its id or path in place of the loaded one, and show the progress.
+    """Load a model by its id or path, and show the progress. It becomes the main model, and takes the place of the
+    loaded one, or of the one that was used least recently if ``launch(resident=...)`` keeps several in memory.
 
     A model that is not on disk is downloaded if the server runs in this process. A path is a path on the server's
     machine. Interrupting this call cancels the load, and the previous model is loaded again.
 
     Args:
         options: ``LoadOptions``: ``engine="mlx"``, the engine that must run the model; ``wait``, whether running
-            answers of the loaded model may finish, as in ``unload``.
+            answers of the replaced model may finish, as in ``unload``; ``pin`` and ``ttl_s``, as in ``keep``.
 
     Raises:
         AdminForbiddenError: the server allows this only to callers on its machine.
@@ -200,14 +213,14 @@ async def _show(
 
 
 async def unload(backend: Backend, model: str | os.PathLike[str] | None = None, *, wait: bool | None = None) -> float:
-    """Unload the model, and show how many running answers are left; returns the freed memory in GB (10^9 bytes).
+    """Unload a model, and show how many running answers are left; returns the freed memory in GB (10^9 bytes).
 
     Interrupting this call does not cancel the unload. Another call joins it, and can change ``wait``. While a model
     is being loaded, its load is cancelled instead, and the previous model is loaded again; but with the name of the
     previous model, ``wait`` changes only how long the load waits for the answers of that model.
 
     Args:
-        model: The loaded model, or the one whose load is cancelled; None for any.
+        model: The model to unload, or whose load is cancelled; None for the main model, or any load.
         wait: Whether running answers may finish: True without a time limit, False not at all, None within the
             setting ``drain_s``, 30 s by default. Answers that have not ended by then raise ``NotLoadedError``.
 
@@ -241,6 +254,28 @@ async def unload(backend: Backend, model: str | os.PathLike[str] | None = None, 
         raise KeyboardInterrupt(
             f"{state}: lab.unload(wait=False) stops the answers, lab.unload(wait=True) lets them finish"
         ) from None
+
+
+async def keep(
+    backend: Backend,
+    model: str | os.PathLike[str],
+    *,
+    pin: bool | None = None,
+    ttl_s: TimeToLive | None = None,
+) -> KeepAnswer:
+    """Change how long a model stays in memory. Arguments that are None change nothing.
+
+    Args:
+        model: A model in memory.
+        pin: Whether it stays until it is unloaded by request: no other load replaces it, and it is loaded again if its
+            engine loses it.
+        ttl_s: Seconds without requests after which it is unloaded, or ``"never"``.
+
+    Raises:
+        InvalidRequestError: the model is not in memory, or a value is invalid.
+    """
+    request = validated(KeepRequest, {"model": model_name(model), "pin": pin, "ttl_s": ttl_s})
+    return await on_loop(backend.portal, backend.keep(request.model, pin=request.pin, ttl_s=request.ttl_s))
 
 
 def _show_unloading(shown: ProgressBar, text: str, step: ModelEvent, before: ModelEvent | None) -> None:

@@ -46,6 +46,7 @@ from lmx_lab.values.models import (
     ModelEntry,
     ModelEvent,
     Stored,
+    TimeToLive,
     capacity_in_words,
     with_reason,
 )
@@ -57,7 +58,13 @@ from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import in_thread as in_disk_thread
 from lmx_lab.weights.usage import disk_use, find_stored, remove_stored
-from lmx_lab.wire.admin import ModelRecords, RequestEvent, Sample, TraceBody
+from lmx_lab.wire.admin import (
+    KeepAnswer,
+    ModelRecords,
+    RequestEvent,
+    Sample,
+    TraceBody,
+)
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
@@ -347,7 +354,9 @@ class LocalServer:
             "engine": with_reason(engine_for(now.entry.format).name, now.entry.engine_reason) if now.entry else "",
             "capacity": capacity_in_words(now.slots, now.context_length),
             "daemon": daemon.url if daemon is not None else "",
-            "also loaded": ", ".join(f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.pinned),
+            "also loaded": ", ".join(
+                f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.models if it is not now.main
+            ),
         }
         return {name: value for name, value in facts.items() if value}
 
@@ -409,7 +418,7 @@ class LocalBackend:
             proxy_url=addresses.proxy_url,
             proxy_path=addresses.proxy_path,
             model=now.model,
-            pinned=tuple(pinned.entry.id for pinned in now.pinned),
+            others=tuple(state.entry.id for state in now.models if state is not now.main),
             unloading=now.unloading,
             note="" if server.running else "This server was stopped; run the launch cell again.",
         )
@@ -462,6 +471,10 @@ class LocalBackend:
             remove_stored(settings, item)
 
         await in_disk_thread(remove)
+
+    async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
+        state = await self._services.manager.keep(model, pin=pin, ttl_s=ttl_s)
+        return KeepAnswer(model=state.entry.id, pinned=state.pinned, ttl_s=state.ttl_s)
 
     async def _report_progress(self, work: Coroutine[Any, Any, T], progress: Progress | None) -> T:
         if progress is None:

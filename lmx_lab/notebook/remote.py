@@ -25,13 +25,29 @@ from lmx_lab.client import AsyncLabClient, Remark, as_array
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
 from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import DiskUse, LoadReport, LoadSpec, ModelEvent, Stored, Unloading
+from lmx_lab.values.models import (
+    DiskUse,
+    LoadReport,
+    LoadSpec,
+    ModelEvent,
+    Stored,
+    TimeToLive,
+    Unloading,
+)
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
-from lmx_lab.wire.admin import ModelRecords, NotReady, Ready, RequestEvent, Sample, TraceBody
+from lmx_lab.wire.admin import (
+    KeepAnswer,
+    ModelRecords,
+    NotReady,
+    Ready,
+    RequestEvent,
+    Sample,
+    TraceBody,
+)
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, TokenLogprobs, TopLogprob
 from lmx_lab.wire.completions import CompletionRequest
@@ -224,7 +240,9 @@ class RemoteBackend:
             note = f"The server has sent nothing for {silent_s:.0f} s: a cell there may block its event loop."
             now = {"state": "lagging", "note": note}
         loaded = [record for record in received.records.models if record.loaded] if received.records else []
-        model = next((record.id for record in loaded if not record.pinned), None)
+        # Servers of older versions do not say which one is the main model; they have only one that is not pinned.
+        main = next((it for it in loaded if it.main), next((it for it in loaded if not it.pinned), None))
+        model = main.id if main is not None else None
         unloading, received_at = received.unloading
         if unloading is not None and unloading.seconds_left is not None:
             left_s = unloading.seconds_left - int(time.monotonic() - received_at)
@@ -234,7 +252,7 @@ class RemoteBackend:
             url=self._client.url,
             disk=f"the disk of {urlsplit(self._client.url).netloc}",
             model=model,
-            pinned=tuple(record.id for record in loaded if record.pinned),
+            others=tuple(record.id for record in loaded if record is not main),
             unloading=unloading if model is not None else None,
             **now,
         )
@@ -267,15 +285,11 @@ class RemoteBackend:
 
     async def models(self) -> ModelRecords:
         self._received.records = records = await self.portal.call(self._client.models())
-        states = (record.unloading for record in records.models)
+        states = (record.unloading for record in sorted(records.models, key=lambda record: not record.main))
         self._received.unloading = next(filter(None, states), None), time.monotonic()
         return records
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
-        if spec.pin is not None:
-            raise InvalidRequestError(
-                "an attached lab cannot pin models; pass embedder or reranker where the server is started"
-            )
         return await self.portal.call(self._client.load(spec.model, progress=progress, **spec.options))
 
     async def cancel_load(self, model: str) -> None:
@@ -291,6 +305,9 @@ class RemoteBackend:
 
     async def remove_stored(self, item: Stored) -> None:
         raise InvalidRequestError(STORAGE_OF_SERVER)
+
+    async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
+        return await self.portal.call(self._client.keep(model, pin=pin, ttl_s=ttl_s))
 
     # Requests
 

@@ -122,7 +122,9 @@ def _line(text: str, characters: int) -> str:
     return f"{words[: characters - 1]}…" if cut else words
 
 
-SHOWN_FIELDS = ("id", "loaded", "pinned", "kind", "format", "engine", "quantization", "size_gb", "context_length")
+SHOWN_FIELDS = (
+    *("id", "loaded", "main", "pinned", "kind", "format", "engine", "quantization", "size_gb", "context_length"),
+)
 
 
 class ModelList(list[ModelRecord]):
@@ -134,21 +136,26 @@ class ModelList(list[ModelRecord]):
         self.notes = (*([found.preference.detail] if found.preference else []), *problems)
         """Lines below the table, which state the faster engine and why some models cannot be loaded."""
 
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The cells, with the names of the columns first. Which model is the main one is said if there is a choice."""
+        has_choice = sum(record.loaded and not record.pinned for record in self) > 1
+        columns = [name for name in SHOWN_FIELDS if name != "main" or has_choice]
+        return [tuple(columns), *(tuple(_cell(record, name) for name in columns) for record in self)]
+
     def __repr__(self) -> str:
-        rows = [SHOWN_FIELDS, *(_model_cells(record) for record in self)]
-        return "\n".join([*align_columns(rows), *self.notes])
+        return "\n".join([*align_columns(self._rows), *self.notes])
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        return f"{html_table(SHOWN_FIELDS, map(_model_cells, self))}{notes}"
+        columns, *rows = self._rows
+        return f"{html_table(columns, rows)}{notes}"
 
 
-def _model_cells(record: ModelRecord) -> tuple[str, ...]:
-    loaded = record.loaded if record.unloading is None else str(record.unloading)
-    return tuple(_cell(loaded if name == "loaded" else getattr(record, name)) for name in SHOWN_FIELDS)
-
-
-def _cell(value: object) -> str:
+def _cell(record: ModelRecord, name: str) -> str:
+    value = getattr(record, name)
+    if name == "loaded" and record.unloading is not None:
+        value = str(record.unloading)
     if isinstance(value, bool):
         return "yes" if value else ""
     return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)

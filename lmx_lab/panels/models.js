@@ -60,7 +60,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
   const act = (what, fields, fallback) => (showError(""), ask(model, what, fields, fallback).catch(fail));
 
   const place = h("span", { class: "dim grow" });
-  const pinned = h("span", { class: "dim" });
+  const also = h("span", { class: "dim" });
   const links = ADDRESSES.map(([key, label]) => {
     const code = h("code");
     const line = h("span", { class: "row" }, h("span", { class: "dim" }, label), code,
@@ -230,7 +230,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
     h("summary", {}, "storage"), h("div", { class: "row pick" }, storageNote, storageRefresh), storageList);
 
   root.classList.add("models");
-  head.append(pinned, place);
+  head.append(also, place);
   root.append(
     h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, jobs, announcement, list, storage);
   watch(["error", "error_field"], () => {
@@ -256,9 +256,9 @@ export default panel("Models", ({ model, root, head, watch }) => {
     storageList.hidden = !rows.length;
   });
   watch(["rows", "caption", "engines", "server"], () => {
-    const { place: where, pinned: pins } = get("server");
+    const { place: where, others } = get("server");
     set(place, where);
-    set(pinned, pins.length ? "also loaded: " + pins.join(", ") : "");
+    set(also, others.length ? "also loaded: " + others.join(", ") : "");
     for (const [key, code, line] of links) {
       set(code, get("server")[key] ?? "");
       line.hidden = !get("server")[key];

@@ -78,4 +78,4 @@ export default panel("Rerank", ({ model, root, watch }) => {
     caption.textContent = get("busy") ? get("activity") : get("table").caption ?? "";
   });
   watch(["error"], () => showError(get("error")));
-}, (get) => get("table").model ?? get("server").pinned?.join(", ") ?? "");
+}, (get) => get("table").model ?? get("server").others?.join(", ") ?? "");

@@ -21,7 +21,7 @@ def describe_server(server: ServerState) -> dict[str, str]:
         "LAN address": server.lan_url or "",
         "browser address": server.proxy_url or "",
         "model": ", ".join(map(str, filter(None, (server.model or "none loaded", server.unloading)))),
-        "pinned": ", ".join(server.pinned),
+        "also loaded": ", ".join(server.others),
     }
     return {name: value for name, value in described.items() if value}
 

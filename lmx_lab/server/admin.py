@@ -28,7 +28,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import BODY, failures, link
 from lmx_lab.server.openapi import LOAD_ERRORS
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import EngineName, Format, LoadReport, LoadSpec, ModelEntry, by_model
 from lmx_lab.weights import Listing
 from lmx_lab.weights.files import in_thread
@@ -38,6 +38,8 @@ from lmx_lab.wire.admin import (
     CancelLoadRequest,
     Compute,
     EngineRecord,
+    KeepAnswer,
+    KeepRequest,
     ModelCard,
     ModelCards,
     ModelRecord,
@@ -85,10 +87,13 @@ def admin_routes(manager: ModelManager) -> APIRouter:
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **LOAD_ERRORS})
     async def load(body: LoadSpec, request: Request) -> LoadReport:
-        """Load a model, which replaces the loaded one, and answer when it is ready. Local callers may send a path.
+        """Load a model, and answer when it is ready. It becomes the main model, which answers requests that name none.
+        Local callers may send a path.
 
-        Running answers of the replaced model have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit
-        (`true`), or end immediately (`false`).
+        It replaces the loaded model. A server that keeps several models in memory (`LMX_LAB_RESIDENT`) unloads the one
+        that was used least recently, if there would be more, or if memory is short. Pinned models stay. Running answers
+        of a replaced model have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit (`true`), or end
+        immediately (`false`).
         """
         local = is_local(request.scope)
         check_admin(manager, local=local)
@@ -96,7 +101,8 @@ def admin_routes(manager: ModelManager) -> APIRouter:
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
-        """Unload the model. If none is loaded, nothing happens and 0 GB are freed. Pinned models stay in memory.
+        """Unload a model, by default the main one. If none is loaded, nothing happens and 0 GB are freed. Pinned models
+        stay in memory.
 
         Running answers have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit (`true`), or end at
         once (`false`). The unload continues if the client disconnects, and further requests join it. While a model is
@@ -107,6 +113,17 @@ def admin_routes(manager: ModelManager) -> APIRouter:
         check_admin(manager, local=local)
         model, wait = (body.model, body.wait) if body is not None else (None, None)
         return UnloadAnswer(freed_vram_gb=await manager.unload(model, local=local, wait=wait) / 1e9)
+
+    @router.post("/models/keep", responses=failures(*BODY, AdminForbiddenError))
+    async def keep(body: KeepRequest, request: Request) -> KeepAnswer:
+        """Change how long a model stays in memory. A pinned model stays until it is unloaded by request: no other load
+        replaces it, and it is loaded again if its engine loses it. Other models are unloaded after `ttl_s` seconds
+        without requests.
+        """
+        local = is_local(request.scope)
+        check_admin(manager, local=local)
+        state = await manager.keep(body.model, pin=body.pin, ttl_s=body.ttl_s, local=local)
+        return KeepAnswer(model=public_id(state.entry.id, local=local), pinned=state.pinned, ttl_s=state.ttl_s)
 
     @router.post("/models/cancel", responses=failures(*BODY, AdminForbiddenError))
     async def cancel(body: CancelLoadRequest, request: Request) -> CancelLoadAnswer:
@@ -230,19 +247,18 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
         preference = Preference(
             engine=speeds.preferred, model=speeds.model, measured_at=speeds.measured_at, detail=f"{speeds} (of {day})"
         )
-    in_memory = {model.entry.path: model.memory_bytes for model in now.models}
-    pinned_paths = {model.entry.path for model in now.pinned}
+    in_memory = {model.entry.path: model for model in now.models}
     problems = {format_: row.problem() for row in ENGINES.values() for format_ in row.formats}
     models = [
         ModelRecord(
             id=entry.id,
             path=str(entry.path),
-            loaded=entry.path in in_memory,
-            vram_gb=in_memory[entry.path] / 1e9 if entry.path in in_memory else None,
+            loaded=state is not None,
+            vram_gb=state.memory_bytes / 1e9 if state is not None else None,
             format=entry.format,
             formats=model.formats,
             source=entry.source,
-            engine_reason=entry.engine_reason if entry.path in in_memory else "",
+            engine_reason=entry.engine_reason if state is not None else "",
             engine=engine_for(entry.format).name,
             problem=problems[entry.format],
             kind=entry.kind,
@@ -251,13 +267,17 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
             quantized_copy=entry.copy,
             quantized_copies=[each.copy for each in model.entries if each.copy is not None],
             context_length=entry.context_length,
-            loaded_context_length=now.context_length if _is_main(entry, now) else None,
-            slots=now.slots if _is_main(entry, now) else None,
-            pinned=entry.path in pinned_paths,
-            unloading=now.unloading if _is_main(entry, now) else None,
+            loaded_context_length=_loaded_context_length(state, now),
+            slots=state.slots if state is not None else None,
+            main=state is not None and state is now.main,
+            pinned=state is not None and state.pinned,
+            ttl_s=state.ttl_s if state is not None else None,
+            idle_s=state.idle_s if state is not None else None,
+            unloading=state.unloading if state is not None else None,
         )
         for model in _models(listing, manager, speeds)
         for entry in [model.entry]
+        for state in [in_memory.get(entry.path)]
     ]
     return ModelRecords(
         models=models,
@@ -294,16 +314,19 @@ def _models(listing: Listing, manager: ModelManager, speeds: Speeds | None) -> l
 
 def _card(model: ListedModel, now: EngineSnapshot, *, local: bool) -> ModelCard:
     entry = model.entry
-    is_main = _is_main(entry, now)
+    state = next((state for state in now.models if state.entry.path == entry.path), None)
     return ModelCard(
         id=public_id(entry.id, local=local),
         created=entry.modified_at,
         format=entry.format,
         formats=model.formats,
-        context_length=now.context_length if is_main else entry.context_length,
-        slots=now.slots if is_main else None,
+        context_length=_loaded_context_length(state, now) or entry.context_length,
+        slots=state.slots if state is not None else None,
     )
 
 
-def _is_main(entry: ModelEntry, now: EngineSnapshot) -> bool:
-    return now.entry is not None and now.entry.path == entry.path
+def _loaded_context_length(state: ModelState | None, now: EngineSnapshot) -> int | None:
+    """Return the context length of a model in memory, but not that of an encoder that is pinned next to another one."""
+    if state is None or (state.pinned and state.entry.kind != "chat" and state is not now.main):
+        return None
+    return state.context_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -48,13 +49,15 @@ def health_routes(manager: ModelManager) -> APIRouter:
     async def readyz(request: Request) -> Ready | JSONResponse:
         """Show whether a model can answer requests. If not, the response is 503 with the reason and the next step."""
         now = manager.snapshot
-        error = problem(now, settings=manager.settings, alive=manager.alive)
-        notices = {
+        error, local = problem(now, settings=manager.settings, alive=manager.alive), is_local(request.scope)
+        notices: dict[str, Any] = {
             "recorded": manager.settings.record == "all" or None,
             "swap": manager.settings.swap or None,
+            "resident": None
+            if manager.settings.resident == 1
+            else [public_id(state.entry.id, local=local) for state in now.models],
         }
         if error is None:
-            local = is_local(request.scope)
             unloading = now.unloading and (now.unloading if local else public_unloading(now.unloading))
             return Ready(
                 ready=True,
@@ -65,7 +68,7 @@ def health_routes(manager: ModelManager) -> APIRouter:
             )
         body = NotReady(ready=False, model="", vram_gb=0.0, error=detail_for(request, error), **notices)
         # Only the fields of the error are sent without a value.
-        absent = {name for name in ("unloading", "recorded", "swap") if getattr(body, name) is None}
+        absent = {name for name in ("unloading", "recorded", "swap", "resident") if getattr(body, name) is None}
         return JSONResponse(body.model_dump(exclude=absent), status_code=503)
 
     return router

@@ -27,7 +27,7 @@ class Metrics:
     """The metrics of one server. They are not global, so that two servers in one process have separate metrics.
 
     No label has a value that a caller can choose, so the number of time series is limited: one per outcome and error
-    code, and one for the loaded model.
+    code, and a few for each model in memory.
     """
 
     def __init__(self, manager: ModelManager) -> None:
@@ -108,6 +108,15 @@ class _EngineCollector(Collector):
         if now.model is not None:
             loaded.add_metric((public_id(now.model, local=False),), 1)
         yield loaded
+        resident = GaugeMetricFamily(
+            "lmx_lab_resident_memory_bytes", "Memory of each model in memory.", labels=("model",)
+        )
+        running = GaugeMetricFamily("lmx_lab_resident_requests", "Requests of each model in memory.", labels=("model",))
+        for state in now.models:
+            labels = (public_id(state.entry.id, local=False),)
+            resident.add_metric(labels, state.memory_bytes)
+            running.add_metric(labels, state.requests)
+        yield from (resident, running)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

@@ -159,7 +159,7 @@ async def _load_or_unload(manager: ModelManager, body: OllamaGenerationBody, req
     """Load the model of a request without a prompt, or unload it."""
     name, local = known_model(body.model, manager.settings), is_local(request.scope)
     resident = manager.model_for(name, CHAT, local=local)
-    if body.unloads or resident is None:
+    if body.unloads or resident is None or body.ttl_s is not None:
         check_admin(manager, local=local)
     if body.unloads and resident is not None:
         await manager.unload(name, local=local)
@@ -169,11 +169,13 @@ async def _load_or_unload(manager: ModelManager, body: OllamaGenerationBody, req
     elif not body.unloads and resident is None:
         # Treated like a caller on another machine, so that the name can be neither a path nor a model to download.
         try:
-            await manager.load(LoadSpec(model=name or ANY_MODEL), local=False)
+            await manager.load(LoadSpec(model=name or ANY_MODEL, ttl_s=body.ttl_s), local=False)
         except ModelNotFoundError:
             # With this setting, the loaded model answers requests for unknown models.
             if not manager.settings.any_model or manager.model_for(None, CHAT) is None:
                 raise
+    elif resident is not None and body.ttl_s is not None:
+        await manager.keep(resident.entry.id, ttl_s=body.ttl_s)
     shared: dict[str, Any] = {
         "model": body.model,
         "created_at": now(),

@@ -164,7 +164,8 @@ def _running(manager: ModelManager, *, local: bool) -> Iterator[OllamaRunningMod
     now = manager.snapshot
     for model in now.models:
         entry, size, is_main = model.entry, model.memory_bytes, model is now.main
-        idle_s = manager.settings.idle_unload_s if is_main else None
+        stays = model.ttl_s is None or (model.pinned and not is_main)
+        left_s = max(0.0, (model.ttl_s or 0.0) - (model.idle_s or 0.0))
         name = listed_name(public_id(entry.id, local=local))
         yield OllamaRunningModel(
             name=name,
@@ -173,9 +174,9 @@ def _running(manager: ModelManager, *, local: bool) -> Iterator[OllamaRunningMod
             digest=_digest(entry),
             details=_details(entry),
             # Without an idle time, the model stays in memory.
-            expires_at="9999-12-31T23:59:59+00:00" if idle_s is None else _time(time.time() + idle_s),
+            expires_at="9999-12-31T23:59:59+00:00" if stays else _time(time.time() + left_s),
             size_vram=size,
-            context_length=model.context_length if is_main else entry.context_length,
+            context_length=entry.context_length if model.pinned and not is_main else model.context_length,
         )
 
 

@@ -57,8 +57,8 @@ def page_routes(manager: ModelManager) -> APIRouter:
     @router.api_route("/about", methods=["GET", "HEAD"])
     async def about(request: Request) -> Response:
         now, local = manager.snapshot, is_local(request.scope)
-        pinned = [public_id(each.entry.id, local=local) for each in now.pinned]
-        also = f" Also loaded: {', '.join(pinned)}." if pinned else ""
+        others = [public_id(state.entry.id, local=local) for state in now.models if state is not now.main]
+        also = f" Also loaded: {', '.join(others)}." if others else ""
         recorded = " The requests of all clients are recorded." if manager.settings.record == "all" else ""
         model = public_id(now.model, local=local) if now.model else "No chat model"
         state = f"{model} is {now.unloading or 'loaded'}.{also}{recorded}"

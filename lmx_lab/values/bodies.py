@@ -5,16 +5,13 @@ pydantic is imported only to read a body, because a server starts to load its mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
 MEMBER_LIMIT = 256
 """Members of one object, unless its field has another limit."""
 TOKEN_LIMIT = 65_536
 """Largest number of token ids in one request. Decoding holds the interpreter's lock for about a microsecond each."""
-INTERNAL: Mapping[str, Any] = {"internal": True}
-"""Metadata of a field that requests cannot set."""
 
 
 def whole(value: Any) -> Any:
@@ -73,7 +70,4 @@ class Body:
         described = handler.resolve_ref_schema(schema)
         # The fields remain strict. A strict dataclass itself would not be read from a dict.
         described["strict"] = False
-        internal = {each.name for each in fields(source) if each.metadata == INTERNAL}
-        arguments = described["schema"]
-        arguments["fields"] = [each for each in arguments["fields"] if each["name"] not in internal]
         return core_schema.no_info_before_validator_function(check_members, schema)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -67,7 +65,13 @@ class ModelState:
     entry: ModelEntry
     memory_bytes: int
     pinned: bool = False
-    """Whether it stays in memory next to the main model."""
+    """Whether it stays in memory until it is unloaded by request."""
+    ttl_s: float | None = None
+    """Time without requests after which it is unloaded; None if it stays."""
+    idle_s: float | None = None
+    """Time since its last request has ended; None while it has requests."""
+    unloading: Unloading | None = None
+    """Set while its unload waits for its requests to end."""
     context_length: int | None = None
     """Maximum number of tokens of a request, prompt and answer; None if there is no limit."""
     slots: int | None = None
@@ -93,18 +97,15 @@ class ModelState:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChange:
-    """A load or an unload of the main model that is under way. Times are seconds of ``time.perf_counter``."""
+    """A load or an unload of a model that is under way."""
 
     kind: Literal["load", "unload"]
     model: str
     """Id of the model that is loaded or unloaded."""
     stage: Literal["checking", "draining", "unloading", "loading"]
-    """``draining`` waits for the requests of the model in memory to end."""
+    """``draining`` waits for the requests of a model in memory to end."""
     since: float
-    drain_until: float | None = None
-    """When the requests that are left end with an error; None without a time limit, or in another stage."""
-    requests_left: int = 0
-    """Requests of the model in memory that have not ended."""
+    """As ``time.perf_counter``."""
 
 
 EngineState = Literal["empty", "loading", "ready", "dead"]
@@ -164,7 +165,7 @@ class EngineSnapshot:
 
     @property
     def pinned(self) -> tuple[ModelState, ...]:
-        """The encoders that stay in memory next to the main model."""
+        """The models that stay in memory until they are unloaded by request."""
         return tuple(model for model in self.models if model.pinned)
 
     @property
@@ -192,15 +193,7 @@ class EngineSnapshot:
     @property
     def unloading(self) -> Unloading | None:
         """The state of the main model if its unload waits for its requests to end; None otherwise."""
-        change = self.change
-        if self.main is None or change is None or change.stage != "draining":
-            return None
-        left_s = None if change.drain_until is None else change.drain_until - time.perf_counter()
-        return Unloading(
-            answers_left=change.requests_left,
-            seconds_left=None if left_s is None else max(0, math.ceil(left_s)),
-            replaced_by=change.model if change.kind == "load" else None,
-        )
+        return self.main.unloading if self.main is not None else None
 
     @property
     def requests(self) -> int:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypedDict, cast
+from typing import Annotated, ClassVar, Literal, TypeAlias, TypedDict, cast
 
-from lmx_lab.values.bodies import INTERNAL, Body, Limits, whole
+from lmx_lab.values.bodies import Body, Limits, whole
 
 Kind = Literal["chat", "embedding", "rerank"]
 
@@ -29,6 +29,18 @@ Source = Literal["store", "hub", "folder", "ollama", "lm-studio", "llama.cpp", "
 LoadStage = Literal["download", "verify", "convert", "store", "load", "loaded", "unloading", "unloaded", "failed"]
 
 
+def _check_time_to_live(value: object) -> object:
+    if value == "never" or (isinstance(value, float | int) and not isinstance(value, bool)):
+        return value
+    raise ValueError('must be a number of seconds, or "never"')
+
+
+TimeToLive: TypeAlias = Annotated[
+    Annotated[float, Limits(ge=0, allow_inf_nan=False)] | Literal["never"], Limits(_check_time_to_live)
+]
+"""Seconds without requests after which a model is unloaded."""
+
+
 class LoadOptions(TypedDict, total=False):
     """The fields of ``LoadSpec`` that a caller may set, as keyword arguments of ``load`` of labs and clients."""
 
@@ -39,6 +51,8 @@ class LoadOptions(TypedDict, total=False):
     kv_cache_dtype: KvCacheDtype | None
     draft: str | os.PathLike[str] | None
     wait: bool | None
+    pin: bool | None
+    ttl_s: TimeToLive | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +78,6 @@ class LoadSpec(Body):
     deterministic: bool = False
     """Compute each answer so that no bit of it depends on other requests and on the prefix cache. Slower, and only on
     llama.cpp."""
-    pin: Kind | None = field(default=None, metadata=INTERNAL)
-    """Keep the model in memory as the pinned model of this kind, next to the main model; None loads the main model."""
     prompt_lookup: bool | None = None
     """Whether an answer that repeats earlier text may be decoded several tokens at a time. It never changes the answer.
     The default is to use it on MLX, where it pauses while it saves no time, but not on llama.cpp."""
@@ -78,6 +90,13 @@ class LoadSpec(Body):
     wait: bool | None = None
     """Whether running answers of the replaced model may finish: true without a time limit, false not at all; by default
     within the limit of the server (``LMX_LAB_DRAIN_S``)."""
+    pin: bool | None = None
+    """Whether the model stays in memory until it is unloaded by request, in addition to the models that loads replace.
+    A pinned encoder does not become the main model. By default a model that is in memory stays as it is, and another
+    one is not pinned."""
+    ttl_s: TimeToLive | None = None
+    """Seconds without requests after which the model is unloaded, or ``never``. By default a model that is in memory
+    stays as it is, and the server's setting (``LMX_LAB_IDLE_UNLOAD_S``) holds for others."""
 
     @property
     def options(self) -> LoadOptions:

@@ -20,6 +20,7 @@ from lmx_lab.values.models import (
     LoadSpec,
     QuantizedCopy,
     Source,
+    TimeToLive,
     Unloading,
 )
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline
@@ -63,11 +64,18 @@ class ModelRecord(BaseModel):
     context_length: int | None
     """Number of tokens that the model was trained for; null if its files do not say."""
     loaded_context_length: int | None = None
-    """Maximum number of tokens of a request, prompt and answer, as the model is loaded; null if it is not the main
-    model."""
+    """Maximum number of tokens of a request, prompt and answer, as the model is loaded; null if it is not loaded, or a
+    pinned encoder next to the main model."""
     slots: int | None = None
-    """Number of requests that it decodes in parallel; null if it is not the main model, and for encoders."""
+    """Number of requests that it decodes in parallel; null if it is not loaded, and for encoders."""
+    main: bool = False
+    """Whether it is the main model, which answers requests that name none: the one that was loaded last."""
     pinned: bool = False
+    """Whether it stays in memory until it is unloaded by request."""
+    ttl_s: float | None = None
+    """Seconds without requests after which it is unloaded; null if it stays, or is not loaded."""
+    idle_s: float | None = None
+    """Seconds since its last request has ended; null while it has requests, or is not loaded."""
     unloading: Unloading | None = None
     """Set while the unload of the model waits for its running answers to end."""
 
@@ -134,7 +142,8 @@ class UnloadRequest(RequestModel):
     """The body of POST /admin/models/unload. It may be missing or empty."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
-    """The loaded model, or the one whose load is cancelled. If another model is named, the request is refused."""
+    """The model to unload, or whose load is cancelled; by default the main model. If it is not in memory, the request
+    is refused."""
     wait: bool | None = None
     """Whether running answers may finish: true without a time limit, false not at all, null within the limit of the
     server (``LMX_LAB_DRAIN_S``). Also applies to an unload that is in progress, which the request joins."""
@@ -145,6 +154,36 @@ class UnloadAnswer(BaseModel):
 
     success: Literal[True] = True
     freed_vram_gb: float
+
+
+class KeepRequest(RequestModel):
+    """The body of POST /admin/models/keep. Fields that are missing or null change nothing."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m", "ttl_s": 600}]})
+
+    model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    """A model in memory."""
+    pin: bool | None = None
+    """Whether it stays in memory until it is unloaded by request."""
+    ttl_s: TimeToLive | None = None
+    """Seconds without requests after which it is unloaded, or ``never``."""
+
+
+class KeepAnswer(BaseModel):
+    """How long a model stays in memory."""
+
+    success: Literal[True] = True
+    model: str
+    pinned: bool
+    ttl_s: float | None
+    """Null if it stays."""
+
+    def __repr__(self) -> str:
+        if self.pinned:
+            return f"{self.model} stays in memory until it is unloaded by request"
+        if self.ttl_s is not None:
+            return f"{self.model} is unloaded after {self.ttl_s:g} s without requests"
+        return f"{self.model} stays in memory until the room is needed"
 
 
 class CancelLoadRequest(RequestModel):
@@ -180,6 +219,8 @@ class Ready(BaseModel):
     """True if the requests of all clients are recorded; absent otherwise."""
     swap: bool | None = None
     """True if a request for another model on disk loads that model; absent otherwise."""
+    resident: list[str] | None = None
+    """All models in memory, if several may be; absent otherwise."""
 
 
 class NotReady(Ready):

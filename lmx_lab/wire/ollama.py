@@ -26,6 +26,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import MEMBER_LIMIT
+from lmx_lab.values.models import TimeToLive
 from lmx_lab.wire.base import (
     ANY_MODEL,
     WHOLE,
@@ -127,12 +128,18 @@ class OllamaBody(LenientModel):
     """With or without the tag ``:latest``."""
     options: OllamaOptions | None = None
     keep_alive: OllamaDuration | None = None
-    """How long the model stays in memory. It has an effect only without a prompt: 0 unloads the model."""
+    """How long the model stays in memory without requests. It has an effect only without a prompt: 0 unloads the model,
+    and a negative number keeps it."""
 
     @property
     def has_prompt(self) -> bool:
         """Whether the request has a prompt. Without one, it loads or unloads the model."""
         return True
+
+    @property
+    def ttl_s(self) -> TimeToLive | None:
+        """Time to live of the model that the request loads; None if the request does not say."""
+        return "never" if self.keep_alive is not None and self.keep_alive < 0 else self.keep_alive
 
     @property
     def unloads(self) -> bool:
@@ -142,7 +149,7 @@ class OllamaBody(LenientModel):
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields and options that have no effect."""
         yield from self.unknown
-        if self.keep_alive is not None and not self.unloads:
+        if self.keep_alive is not None and self.has_prompt:
             yield "keep_alive"
         if self.options is not None:
             yield from (f"options.{name}" for name in self.options.unknown)

@@ -16,7 +16,7 @@ SCRIPT = """async ([code, phone_code]) => {
     const listeners = new Set(), sent = [];
     const state = {
         server: {
-            state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", pinned: [], phone_code,
+            state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", others: [], phone_code,
         },
         rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "Unload", engines: ["mlx"]}],
         choices: {engine: [], kv_cache_dtype: []}, storage: {},

@@ -13,7 +13,7 @@ from typing import Any
 from lmx_lab.engine import Answer, ChatPrompt, GenerationRequest, ModelManager
 from lmx_lab.engine.echo.engine import EchoEngine, EchoRow
 from lmx_lab.engine.model import EngineHost, LoadedModel
-from lmx_lab.errors import LabError, ModelNotFoundError
+from lmx_lab.errors import LabError, ModelNotFoundError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, Kind, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.weights import Catalog, Listing
@@ -58,12 +58,19 @@ class SlowEngine(EchoEngine):
         self.specs: list[LoadSpec] = []
         self.failures: dict[str, LabError] = {}
         self.hangs = ""
+        self.needed_bytes = 0
+        """Memory that a model needs to be loaded."""
 
     async def lose(self, model: LoadedModel[Any], error: LabError, by_request: bool) -> None:
         """End a model as if its process had ended. Called on the manager's loop."""
         model.lost = error
         await model.end(error)
         self._host.lost(model, by_request)
+
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
+        if room_bytes < self.needed_bytes:
+            raise OutOfMemoryError(f"{entry.id} needs {self.needed_bytes} bytes, and {room_bytes} are free")
+        await super().check(entry, spec, room_bytes=room_bytes)
 
     async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadedModel[EchoRow]:
         self.specs.append(spec)

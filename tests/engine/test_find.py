@@ -138,7 +138,7 @@ def test_without_llama_cpp_mlx_is_preferred_and_the_reason_names_the_extra(monke
     assert preferred.name == "mlx"
     assert preferred.reason.endswith("not installed: pip install 'lmx-lab[gguf]'")
     # A model that llama.cpp alone could run is found nevertheless; the engine then refuses it.
-    assert choose_format([MLX, GGUF], LoadSpec(model=NAME), ON_CPU, None) == MLX
+    assert choose_format([MLX, GGUF], LoadSpec(model=NAME), ON_CPU, []) == MLX
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX has packages for NVIDIA GPUs on Linux only")
@@ -162,13 +162,13 @@ def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(tmp_path
 @pytest.mark.parametrize(
     ("entries", "engine", "preferred", "loaded", "expected", "reason"),
     [
-        ([MLX, GGUF], "auto", ON_CPU, None, GGUF, "it is usually the faster engine on a CPU"),
-        ([MLX, GGUF], "auto", ON_GPU, None, MLX, "it uses the GPU (Metal)"),
-        ([MLX], "auto", ON_CPU, None, MLX, "its only format on disk is MLX"),
-        ([GGUF], "auto", ON_GPU, None, GGUF, "its only format on disk is GGUF"),
-        ([MLX, GGUF], "auto", ON_CPU, replace(MLX, engine_reason="as requested"), MLX, "as requested"),
-        ([MLX, GGUF], "mlx", ON_CPU, GGUF, MLX, "as requested"),
-        ([GGUF], "mlx", ON_CPU, None, None, None),
+        ([MLX, GGUF], "auto", ON_CPU, [], GGUF, "it is usually the faster engine on a CPU"),
+        ([MLX, GGUF], "auto", ON_GPU, [], MLX, "it uses the GPU (Metal)"),
+        ([MLX], "auto", ON_CPU, [], MLX, "its only format on disk is MLX"),
+        ([GGUF], "auto", ON_GPU, [], GGUF, "its only format on disk is GGUF"),
+        ([MLX, GGUF], "auto", ON_CPU, [replace(MLX, engine_reason="as requested")], MLX, "as requested"),
+        ([MLX, GGUF], "mlx", ON_CPU, [GGUF], MLX, "as requested"),
+        ([GGUF], "mlx", ON_CPU, [], None, None),
     ],
 )
 def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
@@ -179,7 +179,7 @@ def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
     assert (found and found.engine_reason) == reason
 
 
-@pytest.mark.parametrize("loaded", [None, MLX])
+@pytest.mark.parametrize("loaded", [[], [MLX]])
 @pytest.mark.parametrize(("option", "value"), [("deterministic", True), ("kv_cache_dtype", "q8_0")])
 def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(monkeypatch, loaded, option, value):
     monkeypatch.setattr(finding, "gpu_of_mlx", lambda: "Metal")
@@ -189,7 +189,7 @@ def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(
     assert found == GGUF
     assert (found and found.engine_reason) == f"only this engine loads models with {option}"
     assert choose_format([MLX], spec, preferred, loaded) == MLX
-    kept = choose_format([MLX, GGUF], spec, preferred, replace(GGUF, engine_reason="as requested"))
+    kept = choose_format([MLX, GGUF], spec, preferred, [replace(GGUF, engine_reason="as requested")])
     assert (kept and kept.engine_reason) == "as requested"
 
 
@@ -205,7 +205,7 @@ def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(
     ],
 )
 def test_a_quantized_copy_is_loaded_by_default_only_if_it_is_faster_and_nearly_exact(name, entries, engine, expected):
-    found = choose_format(entries, LoadSpec(model=name, engine=engine), ON_CPU, None)
+    found = choose_format(entries, LoadSpec(model=name, engine=engine), ON_CPU, [])
     assert found == expected
     assert ("mean KL" in found.engine_reason) is (expected.copy is not None)
 

@@ -229,7 +229,6 @@ async def test_a_checked_model_is_not_loaded(lab):
         (LoadSpec(model="three"), "there is no model 'three'"),
         (LoadSpec(model="two", context_length=0), "context_length is 0"),
         (LoadSpec(model="two", engine="mlx"), "not on mlx"),
-        (LoadSpec(model="two", pin="embedding"), "two is a chat model"),
     ):
         with pytest.raises(LabError, match=message):
             await lab.manager.check(spec)
@@ -348,7 +347,7 @@ async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unlo
 
 async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory():
     async with running(replace(SETTINGS, idle_unload_s=0.2)) as lab, asyncio.timeout(WAIT_S):
-        await lab.manager.load(LoadSpec(model="embedder", pin="embedding"))
+        await lab.manager.load(LoadSpec(model="embedder", pin=True))
         await lab.manager.load(LoadSpec(model="one"))
         while lab.manager.snapshot.model is not None:
             await lab.manager.embed(EmbeddingRequest(inputs=("text",)))
@@ -401,14 +400,12 @@ async def test_texts_without_an_embedding_model_are_refused_with_the_models_on_d
 
 
 async def test_a_model_beside_the_main_one_has_its_own_kind_and_stays(lab):
-    with pytest.raises(UnusableModelError, match="one is a chat model; only embedding models and rerankers can"):
-        await load_entry(lab.manager, ONE, LoadSpec(model="one", pin="embedding"))
-    await lab.manager.load(LoadSpec(model="embedder", pin="embedding"))
+    await lab.manager.load(LoadSpec(model="embedder", pin=True))
     await lab.manager.load(LoadSpec(model="one"))
     lab.engine.failures["other"] = UnusableModelError("other is broken")
     with pytest.raises(UnusableModelError, match="other is broken"):
         await load_entry(
-            lab.manager, replace(EMBEDDER, id="other", path=Path("other")), LoadSpec(model="other", pin="embedding")
+            lab.manager, replace(EMBEDDER, id="other", path=Path("other")), LoadSpec(model="other", pin=True)
         )
     assert [model.entry.id for model in lab.manager.models] == ["embedder", "one"]
     with pytest.raises(InvalidRequestError, match="embedder is an embedding model; this needs a chat model"):
@@ -524,7 +521,7 @@ async def test_a_patient_request_waits_for_room_in_the_queue(lab):
 
 # An encoder that is pinned and the main model, and models that are lost
 
-PIN = LoadSpec(model="embedder", pin="embedding")
+PIN = LoadSpec(model="embedder", pin=True)
 TEXT = EmbeddingRequest(inputs=("hello",))
 
 

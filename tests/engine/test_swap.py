@@ -33,7 +33,7 @@ def add(order, *models, now=0.0):
 def take_all(order, loaded, *, now=0.0):
     """Take all tickets; return their models in the order of their turns."""
     taken = []
-    while (ticket := order.take(loaded, now=now, busy=False)) is not None:
+    while (ticket := order.take({loaded}, now=now, busy=False)) is not None:
         loaded = ticket.model or loaded
         taken.append(ticket.model)
     return taken
@@ -56,8 +56,8 @@ def test_within_a_model_the_order_is_that_of_arrival():
     first, second = order.ticket("a", 0.0), order.ticket("a", 0.0)
     order.add(second)
     order.add(first)
-    assert order.take("a", now=0.0, busy=False) is first
-    assert order.take("a", now=0.0, busy=False) is second
+    assert order.take({"a"}, now=0.0, busy=False) is first
+    assert order.take({"a"}, now=0.0, busy=False) is second
 
 
 def test_a_later_request_for_the_loaded_model_goes_first_for_a_while():
@@ -68,29 +68,29 @@ def test_a_later_request_for_the_loaded_model_goes_first_for_a_while():
 
 def test_a_later_request_does_not_pass_one_that_has_waited_long():
     order = waiting_for("b")
-    assert order.take("a", now=0.0, busy=True) is None
+    assert order.take({"a"}, now=0.0, busy=True) is None
     add(order, "a", now=SHARE_S)
     assert take_all(order, "a", now=SHARE_S) == ["b", "a"]
 
 
 def test_only_a_limited_number_of_later_requests_goes_first():
     order = waiting_for("b")
-    assert order.take("a", now=0.0, busy=True) is None
+    assert order.take({"a"}, now=0.0, busy=True) is None
     add(order, *["a"] * (SHARE + 1))
     assert take_all(order, "a") == ["a"] * SHARE + ["b", "a"]
 
 
 def test_requests_that_waited_when_the_turn_began_are_served_in_it_however_long_others_wait():
     order = waiting_for("c", *["b"] * (SHARE + 3))
-    assert order.take("b", now=SHARE_S * 5, busy=False) is not None
+    assert order.take({"b"}, now=SHARE_S * 5, busy=False) is not None
     assert take_all(order, "b", now=SHARE_S * 5) == ["b"] * (SHARE + 2) + ["c"]
 
 
 def test_a_busy_model_keeps_its_turn_until_the_share_has_ended():
     order = waiting_for("b")
-    assert order.take("a", now=SHARE_S - 0.1, busy=True) is None
+    assert order.take({"a"}, now=SHARE_S - 0.1, busy=True) is None
     assert order.share_ends_s() == SHARE_S
-    ticket = order.take("a", now=SHARE_S, busy=True)
+    ticket = order.take({"a"}, now=SHARE_S, busy=True)
     assert (ticket.model, len(order)) == ("b", 0)
     assert order.share_ends_s() is None
 
@@ -110,7 +110,7 @@ def test_no_ticket_starves_and_none_is_lost(arrivals):
     order, loaded, taken = SwapOrder(share=SHARE), "a", 0
     for models in arrivals:
         add(order, *models)
-        ticket = order.take(loaded, now=0.0, busy=False)
+        ticket = order.take({loaded}, now=0.0, busy=False)
         if ticket is not None:
             loaded, taken = ticket.model, taken + 1
             assert ticket.passed <= SHARE
@@ -130,7 +130,7 @@ class Model:
     def __post_init__(self):
         self.queue = SwapQueue(
             Settings(slots=1, queue_limit=2),
-            loaded=lambda: self.loaded,
+            loaded=lambda: {self.loaded},
             is_busy=lambda: self.busy,
             is_changing=lambda: self.changing,
             share_s=self.share_s,

@@ -67,7 +67,7 @@ def test_the_page_is_complete_and_loads_nothing():
 
 
 def test_names_and_messages_are_shown_as_text():
-    state = replace(STATE, model=HOSTILE, note=HOSTILE, pinned=(HOSTILE,), url=HOSTILE, place=HOSTILE)
+    state = replace(STATE, model=HOSTILE, note=HOSTILE, others=(HOSTILE,), url=HOSTILE, place=HOSTILE)
     requests = [ended(1000, model=HOSTILE, code=HOSTILE, finish_reason="error")]
     text = report_html(snapshot(HOSTILE, state=state), [server_sample(1)], requests, [(HOSTILE, "<p>mine</p>")])
     page = Page(text)

@@ -376,7 +376,7 @@ def test_an_invalid_model_name_is_refused(reader, name):
 
 @pytest.mark.parametrize("compact", [True, False])
 def test_the_snapshot_has_the_list_without_a_view(workbench, backend, compact):
-    backend.set_state(model="tiny", pinned=("mini",), lan_url="http://10.0.0.2:8400")
+    backend.set_state(model="tiny", others=("mini",), lan_url="http://10.0.0.2:8400")
     backend.records = [record("<script>alert(1)</script>", loaded=True, vram_gb=0.01)]
     html = ModelsPanel(workbench, compact=compact).snapshot_html()
     assert "running, on the kernel&#x27;s loop" in html

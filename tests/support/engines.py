@@ -87,7 +87,7 @@ async def load_entry(
 
 async def pin(manager: ModelManager, entry: ModelEntry) -> LoadReport:
     """Load a model beside the main one."""
-    return await load_entry(manager, entry, LoadSpec(model=entry.id, pin=entry.kind))
+    return await load_entry(manager, entry, LoadSpec(model=entry.id, pin=True))
 
 
 def request(**changes: Any) -> GenerationRequest:

@@ -53,13 +53,12 @@ def test_a_model_is_idle_only_if_it_was_unloaded_because_of_that():
 def test_only_options_that_were_changed_are_sent():
     assert load_spec("tiny", {"engine": "mlx"}).options == {"engine": "mlx"}
     assert load_spec("tiny", {"engine": "auto"}) == LoadSpec(model="tiny")
-    assert LoadSpec(model="tiny", pin="chat").options == {}
+    assert LoadSpec(model="tiny").options == {}
 
 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("pin", TypeError, "'pin'.* are model, engine"),
         ("adapters", TypeError, "'adapters'.* are model, engine"),
         ("engin", ArgumentError, r"'engin'; did you mean 'engine'\?"),
     ],
@@ -96,11 +95,14 @@ def test_requests_have_the_options_of_a_load():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
+        ({"model": "tiny", "pin": "chat"}, "pin: Input should be a valid boolean"),
+        ({"model": "tiny", "ttl_s": -1}, "ttl_s: Input should be greater than or equal to 0"),
+        ({"model": "tiny", "ttl_s": "soon"}, 'ttl_s: must be a number of seconds, or "never"'),
+        ({"model": "tiny", "ttl_s": True}, "ttl_s: must be a number of seconds"),
         ({"model": ""}, "model: String should have at least 1 character"),
         ({"model": "tiny", "deterministic": 1}, "deterministic: Input should be a valid boolean (given: 1)"),
         ({"model": "tiny", "context_length": "5"}, "context_length: Input should be a valid integer (given: '5')"),
         ({"model": "tiny", "context_length": 0}, "context_length: Input should be greater than or equal to 1"),
-        ({"model": "tiny", "pin": "chat"}, "pin: is not a field of this request"),
         ({"model": "tiny", "dtype": "float16"}, "dtype: is not a field of this request"),
         (dict.fromkeys(map(str, range(300)), 1), "body: has 300 members, the limit is 256; send only"),
     ],
