@@ -60,7 +60,6 @@ export default panel("Models", ({ model, root, head, watch }) => {
   const act = (what, fields, fallback) => (showError(""), ask(model, what, fields, fallback).catch(fail));
 
   const place = h("span", { class: "dim grow" });
-  const also = h("span", { class: "dim" });
   const links = ADDRESSES.map(([key, label]) => {
     const code = h("code");
     const line = h("span", { class: "row" }, h("span", { class: "dim" }, label), code,
@@ -92,10 +91,43 @@ export default panel("Models", ({ model, root, head, watch }) => {
 
   const load = (id, given = {}) => serves() && act("load", { model: id, options: given });
   const unload = (id, wait) => serves() && act("unload", { model: id, wait }, "admin/models/unload");
+  const resident = h("ul", { "aria-label": "models in memory" });
+  const showResident = keyed(resident, ({ id }) => {
+    const main = h("span", { class: "pill", title: "the model that answers requests without a model" }, "main");
+    const bar = h("div", { class: "share", role: "meter", "aria-label": "memory of " + id, ariaValueMin: "0", ariaValueMax: "100" });
+    const memory = h("span", { class: "dim" });
+    const idle = h("span", { class: "dim grow" });
+    const pin = h("button", {
+      "aria-label": "pin " + id, title: "keep it in memory until the pin is released",
+      onclick: () => act("keep", { model: id, pin: pin.ariaPressed !== "true" }),
+    });
+    const ttl = h("select", {
+      "aria-label": "time to live of " + id, title: "time without requests after which it is unloaded",
+      onchange: () => act("keep", { model: id, ttl_s: +ttl.value || "never" }),
+    });
+    const button = h("button", { "aria-label": "Unload " + id, "data-model": id, onclick: () => unload(id) }, "Unload");
+    const controls = h("span", { class: "row" }, h("label", { class: "dim" }, "time to live ", ttl), pin, button);
+    return [h("li", {}, h("div", { class: "row" }, h("b", {}, id), main, idle, controls), h("div", { class: "row" }, bar, memory)), (row) => {
+      main.hidden = !row.main;
+      set(memory, row.memory);
+      set(idle, row.idle);
+      bar.hidden = row.fraction == null;
+      bar.style.setProperty("--share", row.fraction);
+      bar.ariaValueNow = Math.round(100 * row.fraction);
+      bar.ariaValueText = row.memory;
+      set(pin, row.pinned ? "pinned" : "pin");
+      pin.ariaPressed = row.pinned;
+      fill(ttl, row.ttls);
+      if (!ttl.matches(":focus")) ttl.value = row.ttl;
+      ttl.disabled = row.pinned;
+      button.hidden = row.pinned;
+      button.setAttribute("aria-disabled", row.leaving);
+    }];
+  });
   const body = h("tbody");
   const showRows = keyed(body, ({ id }) => {
     const cells = HEAD.slice(2).map((_, at) => h("td", { class: "c" + at }));
-    const button = h("button", { onclick: () => (button.textContent === "Load" ? load(id) : unload(id)) });
+    const button = h("button", { "data-model": id, onclick: () => load(id) });
     const choose = h("button", {
       class: "quiet", "aria-label": "options of " + id, onclick: () => {
         input.value = id;
@@ -230,9 +262,9 @@ export default panel("Models", ({ model, root, head, watch }) => {
     h("summary", {}, "storage"), h("div", { class: "row pick" }, storageNote, storageRefresh), storageList);
 
   root.classList.add("models");
-  head.append(also, place);
+  head.append(place);
   root.append(
-    h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, jobs, announcement, list, storage);
+    h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, jobs, announcement, resident, list, storage);
   watch(["error", "error_field"], () => {
     if (get("error") && !input.value) {
       input.value = last[0];
@@ -255,10 +287,8 @@ export default panel("Models", ({ model, root, head, watch }) => {
     showStorage(rows);
     storageList.hidden = !rows.length;
   });
-  watch(["rows", "caption", "engines", "server"], () => {
-    const { place: where, others } = get("server");
-    set(place, where);
-    set(also, others.length ? "also loaded: " + others.join(", ") : "");
+  watch(["rows", "resident", "caption", "engines", "server"], () => {
+    set(place, get("server").place);
     for (const [key, code, line] of links) {
       set(code, get("server")[key] ?? "");
       line.hidden = !get("server")[key];
@@ -270,7 +300,15 @@ export default panel("Models", ({ model, root, head, watch }) => {
     set(caption, get("caption"));
     set(engines, get("engines"));
     engines.hidden = !get("engines");
+    // When a model is loaded or unloaded, its other button gets the focus of the one that disappears.
+    const focused = document.activeElement;
+    const { model: id } = root.contains(focused) ? focused.dataset : {};
+    showResident(get("resident"));
     showRows(get("rows"));
+    if (id && (focused.hidden || !focused.isConnected)) {
+      const next = [...root.querySelectorAll("[data-model]")].find((each) => each.dataset.model === id && each.offsetParent);
+      (next ?? (list.open ? input : list.firstChild)).focus();
+    }
     hint.hidden = get("rows").length || !get("caption");
   });
 });

@@ -30,7 +30,8 @@ from lmx_lab.values.models import (
     Unloading,
     with_reason,
 )
-from lmx_lab.wire.admin import ModelRecord, Preference, Sample, load_spec
+from lmx_lab.wire.admin import KeepRequest, ModelRecord, Preference, RequestEvent, Sample, load_spec
+from lmx_lab.wire.errors import validated
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 500
@@ -46,6 +47,8 @@ STAGES = {
     "unload": "unloading",
 }
 IN_ENGINE = ("load", "unload")
+TIMES_TO_LIVE_S = (60, 300, 900, 3600)
+"""Times to live of a model that a view offers."""
 ENGINES: Mapping[Format, EngineName] = {"mlx": "mlx", "gguf": "llama.cpp"}
 """The engine that runs models of a format, for formats whose engine can be chosen."""
 
@@ -64,7 +67,7 @@ class ModelJob:
         """Return the job as a view shows it.
 
         Args:
-            unloading: The state of the model in memory, if it has to be unloaded first.
+            unloading: The state of a model in memory that has to be unloaded first; None if there is none.
         """
         text = STAGES[self.stage]
         if self.stage in IN_ENGINE and unloading is not None:
@@ -92,6 +95,10 @@ class ModelsPanel(Panel):
     rows: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """``{id, cells, action, engines}`` of each model: the cells after the first column, the label of the button, which
     is empty if there is no button, and the engines that can run it."""
+    resident: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    """``{id, main, pinned, leaving, memory, fraction, idle, ttl, ttls}`` of each model in memory. ``leaving`` is true
+    while it is being unloaded; ``fraction`` is its share of the machine's memory, 0 to 1, or None; ``ttl`` is its time
+    to live, and ``ttls`` are pairs of those that can be chosen and their texts."""
     choices: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     """The values of load options: ``engine`` for models that are not in the list, and ``kv_cache_dtype``."""
     caption = traitlets.Unicode().tag(sync=True)
@@ -117,6 +124,11 @@ class ModelsPanel(Panel):
         """The names of the engines that the server can use."""
         self._problem: str | None = None
         """Why the list may be incomplete."""
+        self._idle_since: dict[str, float] = {}
+        """When the last request of each model in memory has ended (``time.monotonic``), if none was running then."""
+        self._sample: Sample | None = None
+        self._unloading: dict[str, tuple[Unloading, float]] = {}
+        """The last known state of each model that waits for its running answers, and its time (``time.monotonic``)."""
         self._jobs: dict[str, ModelJob] = {}
         """Jobs of other clients."""
         self._own: ModelJob | None = None
@@ -136,7 +148,7 @@ class ModelsPanel(Panel):
 
     def tick(self, backend: Backend, sample: Sample | None) -> None:
         super().tick(backend, sample)
-        now = time.monotonic()
+        self._sample, now = sample or self._sample, time.monotonic()
         stopped = not self.serves
         for job in list(self._jobs.values()):
             # Another client's download without an event has ended, or its model has received another name.
@@ -149,15 +161,19 @@ class ModelsPanel(Panel):
         if is_changed or (before.get("unloading") is None) != (server["unloading"] is None):
             self._show_rows()
             # If a model is unloaded because it is idle, or for lack of memory, there may be no event.
-            if before and before["model"] != server["model"]:
+            if before and any(before[name] != server[name] for name in ("model", "others")):
                 self._refresh_soon()
 
     def model_event(self, event: ModelEvent) -> None:
         if event.unloading is not None:
-            # The panel shows the state of the server, which also contains the remaining time.
-            return
-        if event.stage in ("loaded", "unloaded", "failed"):
+            is_new = event.model not in self._unloading
+            self._unloading[event.model] = event.unloading, time.monotonic()
+            if is_new:
+                self._show_rows()
+                self._refresh_soon()
+        elif event.stage in ("loaded", "unloaded", "failed"):
             self._jobs.pop(event.model, None)
+            self._unloading.pop(event.model, None)
             if event.stage == "unloaded" and event.message:
                 self.show(error=f"{event.model} was unloaded: {event.message}")
             self._refresh_soon()
@@ -171,12 +187,18 @@ class ModelsPanel(Panel):
             self._jobs[event.model] = _updated(ModelJob(model=event.model), event)
         self._show_jobs()
 
+    def request_ended(self, event: RequestEvent) -> None:
+        self._idle_since[event.model] = time.monotonic()
+
     def backend_changed(self) -> None:
         if self.task is not None:
             self.task.cancel()
         self.task, self._own, self._cancelled, self._records = None, None, False, ()
         self._preference = self._problem = None
         self._storage_task, self._stored = None, {}
+        self._sample = None
+        self._idle_since.clear()
+        self._unloading.clear()
         self._jobs.clear()
         self.show(error="", error_field="", storage={})
         self._show_jobs()
@@ -211,15 +233,16 @@ class ModelsPanel(Panel):
         return {"model": name}
 
     async def do_unload(self, fields: Mapping[str, Any]) -> dict[str, str]:
-        """Start to unload the model, or change how long the running unload waits. Does nothing if it is no longer
+        """Start to unload a model, or change how long the running unload waits. Does nothing if it is no longer
         loaded, or no longer waits.
         """
         name, backend = text_field(fields, "model"), self.workbench.backend
         if fields.get("wait") is None:
             if self._own is None or (self._own.model, self._own.stage) != (name, "unload"):
                 self._check_free()
-                if backend.state().model == name:
-                    self._start(ModelJob(model=name, stage="unload"), backend.unload())
+                state = backend.state()
+                if name in (state.model, *state.others):
+                    self._start(ModelJob(model=name, stage="unload"), backend.unload(name))
             return {"model": name}
         wait = bool_field(fields, "wait")
 
@@ -230,10 +253,15 @@ class ModelsPanel(Panel):
                 if backend is self.workbench.backend:
                     self.show(error=f"{name} was not unloaded: {exc.message}")
 
-        state = backend.state()
-        if state.model == name and state.unloading is not None:
+        if name in self._unloadings():
             self.workbench.create_task(change_wait(), f"wait for {name:.60}")
         return {"model": name}
+
+    async def do_keep(self, fields: Mapping[str, Any]) -> None:
+        """Change how long a model stays in memory; the fields are those of ``KeepRequest``."""
+        request = validated(KeepRequest, {name: fields.get(name) for name in ("model", "pin", "ttl_s")})
+        await self.workbench.backend.keep(request.model, pin=request.pin, ttl_s=request.ttl_s)
+        self._refresh_soon()
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel a load. The previous model is loaded again."""
@@ -319,11 +347,15 @@ class ModelsPanel(Panel):
                 self._records, self._preference = tuple(found.models), found.preference
                 self._installed = frozenset(engine.name for engine in found.engines if engine.version is not None)
                 self._problem = found.problem
+                now = time.monotonic()
+                self._idle_since = {it.id: now - it.idle_s for it in found.models if it.idle_s is not None}
+                self._unloading = {it.id: (it.unloading, now) for it in found.models if it.unloading is not None}
                 self._show_rows()
 
     def _show_rows(self) -> None:
         now = {
             "rows": list(self._rows()),
+            "resident": self._resident(),
             "caption": self._caption(),
             "engines": self._engines(),
             "choices": {
@@ -335,12 +367,55 @@ class ModelsPanel(Panel):
             self.show(**now)
 
     def _rows(self) -> Iterable[dict[str, Any]]:
-        server = self.shown("server")
-        unloading = server["model"] if server["unloading"] is not None else None
+        unloading = self._unloadings()
         for record in self._records[:MAX_ROWS]:
             engines = dict.fromkeys(ENGINES[each] for each in record.formats or [record.format] if each in ENGINES)
-            row = model_row(record, serves=self.serves, unloading=record.id == unloading)
+            row = model_row(record, serves=self.serves, unloading=record.id in unloading)
             yield {**row, "engines": [engine for engine in engines if engine in self._installed]}
+
+    def _resident(self) -> list[dict[str, Any]]:
+        if not self.serves:
+            return []
+        loaded = [record for record in self._records if record.loaded]
+        server, sample, unloading, own = self.shown("server"), self._sample, self._unloadings(), self._own
+        is_busy = sample is not None and sample.active_requests > 0
+        rows = []
+        for record in sorted(loaded, key=lambda record: (record.id != server["model"], record.id)):
+            memory_gb, total_gb = record.vram_gb or 0.0, sample.memory_total_gb if sample is not None else 0.0
+            memory = format_bytes(memory_gb * 1e9)
+            # With several models in memory, it is not known whose requests are running.
+            since = None if is_busy and len(loaded) == 1 else self._idle_since.get(record.id)
+            idle = _idle_text(time.monotonic() - since) if since is not None else "answering" if is_busy else ""
+            ttls = sorted({*TIMES_TO_LIVE_S, *([record.ttl_s] if record.ttl_s is not None else [])})
+            rows.append(
+                {
+                    "id": record.id,
+                    "main": record.id == server["model"],
+                    "pinned": record.pinned,
+                    "leaving": record.id in unloading or (own is not None and own.model == record.id),
+                    "memory": f"{memory} of {format_bytes(total_gb * 1e9)}" if total_gb else memory,
+                    "fraction": min(memory_gb / total_gb, 1.0) if total_gb else None,
+                    "idle": idle,
+                    "ttl": "never" if record.ttl_s is None else f"{record.ttl_s:g}",
+                    "ttls": [["never", "never"], *([f"{ttl_s:g}", _duration(ttl_s)] for ttl_s in ttls)],
+                }
+            )
+        return rows
+
+    def _unloadings(self) -> dict[str, Unloading]:
+        """Return the states of the models that wait for their running answers, by the ids of the models."""
+        if not self.serves:
+            return {}
+        states, server = {}, self.shown("server")
+        for model, (state, at) in self._unloading.items():
+            left_s = state.seconds_left
+            left_s = None if left_s is None else max(0, left_s - int(time.monotonic() - at))
+            states[model] = replace(state, seconds_left=left_s)
+        if server["model"] is not None:
+            states.pop(server["model"], None)
+        if server["unloading"] is not None:
+            states[server["model"]] = Unloading(**server["unloading"])
+        return states
 
     def _caption(self) -> str:
         count = len(self._records)
@@ -356,19 +431,16 @@ class ModelsPanel(Panel):
         return ". ".join(filter(None, notes))
 
     def _show_jobs(self) -> None:
+        unloadings = self._unloadings()
         jobs = [*([self._own] if self._own else []), *self._jobs.values()]
-        server = self.shown("server")
-        unloading = Unloading(**server["unloading"]) if server["unloading"] is not None and self.serves else None
-        if unloading is not None:
-            jobs = [job for job in jobs if (job.model, job.stage) != (server["model"], "unload")]
-        rows = [job.row(unloading=unloading) for job in jobs]
-        if unloading is not None:
-            actions = ["Stop now"] if unloading.seconds_left is None else ["Wait", "Stop now"]
-            rows.append(
-                {"id": server["model"], "text": str(unloading), "detail": "", "fraction": None, "actions": actions}
-            )
-        if rows != self.shown("jobs"):
-            self.show(jobs=rows)
+        jobs = [job for job in jobs if job.stage != "unload" or job.model not in unloadings]
+        rows = [job.row(unloading=next(iter(unloadings.values()), None)) for job in jobs]
+        for model, state in unloadings.items():
+            actions = ["Stop now"] if state.seconds_left is None else ["Wait", "Stop now"]
+            rows.append({"id": model, "text": str(state), "detail": "", "fraction": None, "actions": actions})
+        now = {"jobs": rows, "resident": self._resident()}
+        if any(self.shown(name) != value for name, value in now.items()):
+            self.show(**now)
 
     # Storage
 
@@ -428,6 +500,17 @@ def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
         total_bytes=event.total_bytes,
         updated_at=time.monotonic(),
     )
+
+
+def _idle_text(idle_s: float) -> str:
+    return "idle" if idle_s < 60 else f"idle for {_duration(60 * (idle_s // 60))}"
+
+
+def _duration(seconds: float) -> str:
+    """Format a duration in the largest unit of which it is a multiple."""
+    if seconds < 60 or seconds % 60:
+        return f"{seconds:g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 or seconds % 3600 else f"{seconds / 3600:.0f} h"
 
 
 def _question(item: Stored, *, in_memory: bool) -> str:

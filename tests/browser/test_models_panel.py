@@ -18,7 +18,8 @@ SCRIPT = """async ([code, phone_code]) => {
         server: {
             state: "running", place: "", note: "", url: "http://127.0.0.1:1", model: "tiny", others: [], phone_code,
         },
-        rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "Unload", engines: ["mlx"]}],
+        rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "", engines: ["mlx"]}],
+        resident: [{id: "tiny", main: true, pinned: false, leaving: false, memory: "", idle: "", ttl: "", ttls: []}],
         choices: {engine: [], kv_cache_dtype: []}, storage: {},
         jobs: [], error: "", error_field: "", caption: "", engines: "", compact: false, revision: 1,
     };
@@ -75,7 +76,7 @@ def test_load_and_unload_by_keyboard_keep_the_focus(panels):
     expect(name).to_be_focused()
     expect(name).to_have_value("")
     for _ in range(30):
-        panels.page.keyboard.press("Tab")
+        panels.page.keyboard.press("Shift+Tab")
         if model_button(panels, "Unload tiny-two").evaluate("node => node === document.activeElement"):
             break
     panels.page.keyboard.press("Space")
@@ -118,6 +119,32 @@ def test_options_are_set_by_keyboard_and_a_wrong_one_is_marked(panels):
     context.press("Escape")
     expect(model_button(panels, "options")).to_be_focused()
     expect(context).to_be_hidden()
+
+
+def test_a_model_is_pinned_and_its_time_to_live_is_set(panels):
+    row = panels.panel("Models").get_by_role("list", name="models in memory").get_by_role("listitem")
+    row = row.filter(has=panels.page.get_by_text("tiny", exact=True))
+    expect(row).to_contain_text("main")
+    share = row.get_by_role("meter", name="memory of tiny")
+    expect(share).to_have_attribute("aria-valuetext", re.compile(r"^6 MB of [\d.]+ GB$"))
+    pin, ttl = row.get_by_role("button", name="pin tiny"), row.get_by_label("time to live of tiny")
+    ttl.select_option("15 min")
+    panels.wait(lambda: kept(panels) == "False 900.0", "the time to live has changed")
+    pin.press("Space")
+    expect(pin).to_have_attribute("aria-pressed", "true")
+    expect(ttl).to_be_disabled()
+    expect(row.get_by_role("button", name="Unload tiny")).to_be_hidden()
+    assert kept(panels) == "True 900.0"
+    pin.press("Space")
+    expect(pin).to_have_attribute("aria-pressed", "false")
+    expect(ttl).to_have_value("900")
+    ttl.select_option("never")
+    panels.wait(lambda: kept(panels) == "False None", "the model stays")
+    expect(row.get_by_role("button", name="Unload tiny")).to_be_visible()
+
+
+def kept(panels):
+    return panels.kernel("print(lab.server.engine.snapshot.main.pinned, lab.server.engine.snapshot.main.ttl_s)")
 
 
 def test_storage_is_read_when_it_is_opened_and_a_second_click_deletes(panels, panels_home):
@@ -164,7 +191,7 @@ def test_an_unload_says_how_many_answers_are_left_and_can_wait_or_stop_them(pane
     job = models.locator(".job")
     expect(job).to_contain_text(re.compile(r"^tinyunloading, 1 answer left \(\d+ s\)"))
     expect(model_row(panels, "tiny")).to_contain_text("unloading")
-    expect(model_button(panels, "Unload tiny")).to_have_count(0)
+    expect(model_button(panels, "Unload tiny")).to_have_attribute("aria-disabled", "true")
     # The remaining time is updated.
     first = job.inner_text()
     panels.wait(lambda: job.inner_text() != first, "the remaining time has changed")

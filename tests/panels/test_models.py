@@ -14,11 +14,12 @@ from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.models import ENGINES, MAX_ROWS, ModelsPanel
 from lmx_lab.panels.panel import BUG
 from lmx_lab.panels.workbench import Workbench
+from lmx_lab.settings import Settings
 from lmx_lab.values.models import DiskUse, EngineChoice, ModelEvent, Stored, Unloading
-from lmx_lab.wire.admin import Preference
+from lmx_lab.wire.admin import Preference, RequestEvent
 from tests.support.gguf import EXACT, LOSSY
 from tests.support.labs import manager_of
-from tests.support.panels import QUICK, Reader, Refused, ScriptedBackend, record
+from tests.support.panels import QUICK, Reader, Refused, ScriptedBackend, record, server_sample
 
 PANEL = ModelsPanel
 
@@ -38,9 +39,9 @@ def test_refresh_shows_the_list(reader, backend):
     assert [row["cells"][5] for row in reader.panel.rows] == ["512", "", "5,120 in 8 slots"]
     assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "mlx", "250 MB", "4-bit", "512", "loaded, 10 MB"]
     assert cells(reader.panel) == {
-        "tiny": ("loaded, 10 MB", "Unload"),
+        "tiny": ("loaded, 10 MB", ""),
         "mini": ("pinned, 1.50 GB", ""),
-        "other": ("loaded", "Unload"),
+        "other": ("loaded", ""),
     }
 
 
@@ -86,7 +87,7 @@ def test_a_load_is_answered_at_once_and_its_end_is_shown_in_the_list(reader, bac
     reader.until(lambda panel: [job["id"] for job in panel.jobs] == ["tiny"])
     backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
     reader.give(backend.loads, "done")
-    reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
+    reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("loaded, 10 MB", "")})
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,127 @@ def test_a_load_shows_its_progress_as_one_job(reader, backend, name, event, show
     reader.ask("load", model=name)
     reader.give(backend.published, event)
     reader.until(lambda panel: panel.jobs == [{"id": name, **shown, "actions": ["Cancel"]}])
+
+
+def in_memory(panel):
+    return {row["id"]: row for row in panel.resident}
+
+
+def test_each_model_in_memory_has_a_row(reader, backend):
+    backend.set_state(model="tiny", others=("mini", "big"))
+    backend.measured = server_sample(1.0, memory_total_gb=16.0)
+    backend.records = [
+        record("big", loaded=True, vram_gb=4.0, ttl_s=90.0, idle_s=200.0),
+        record("mini", loaded=True, vram_gb=0.5, pinned=True, idle_s=7300.0),
+        record("other"),
+        record("tiny", loaded=True, vram_gb=0.01, main=True, ttl_s=3600.0, idle_s=10.0),
+    ]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.resident) == 3 and panel.resident[0]["fraction"])
+    choices = [["never", "never"], ["60", "1 min"], ["300", "5 min"], ["900", "15 min"], ["3600", "1 h"]]
+    assert reader.panel.resident == [
+        {
+            "id": "tiny",
+            "main": True,
+            "pinned": False,
+            "leaving": False,
+            "memory": "10 MB of 16.00 GB",
+            "fraction": 0.000625,
+            "idle": "idle",
+            "ttl": "3600",
+            "ttls": choices,
+        },
+        {
+            "id": "big",
+            "main": False,
+            "pinned": False,
+            "leaving": False,
+            "memory": "4.00 GB of 16.00 GB",
+            "fraction": 0.25,
+            "idle": "idle for 3 min",
+            "ttl": "90",
+            "ttls": [*choices[:2], ["90", "90 s"], *choices[2:]],
+        },
+        {
+            "id": "mini",
+            "main": False,
+            "pinned": True,
+            "leaving": False,
+            "memory": "500 MB of 16.00 GB",
+            "fraction": 0.03125,
+            "idle": "idle for 121 min",
+            "ttl": "never",
+            "ttls": choices,
+        },
+    ]
+    backend.set_state(state="stopped")
+    reader.until(lambda panel: panel.resident == [])
+
+
+def test_a_row_says_whether_its_model_answers(reader, backend):
+    backend.set_state(model="tiny")
+    backend.records = [record("tiny", loaded=True, idle_s=200.0)]
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.resident and panel.resident[0]["idle"] == "idle for 3 min")
+    assert (reader.panel.resident[0]["memory"], reader.panel.resident[0]["fraction"]) == ("0 kB", None)
+    backend.measured = server_sample(1.0, active_requests=1)
+    reader.until(lambda panel: panel.resident[0]["idle"] == "answering")
+    event = RequestEvent(
+        **{"request_id": "1", "model": "tiny", "finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1},
+        **{"tokens_per_second": 1.0, "ttft_ms": 1.0},
+    )
+    reader.give(backend.published, event)
+    backend.measured = server_sample(2.0)
+    reader.until(lambda panel: panel.resident[0]["idle"] == "idle")
+    # An older server does not say how long a model has been idle.
+    backend.records = [record("tiny", loaded=True)]
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.resident[0]["idle"] == "")
+
+
+def test_pins_and_times_to_live_are_changed(reader, backend):
+    backend.records = [record("tiny", loaded=True)]
+    reader.ask("keep", model="tiny", pin=True)
+    reader.ask("keep", model="tiny", ttl_s=300)
+    reader.ask("keep", model="tiny", pin=False, ttl_s="never")
+    changes = [("tiny", True, None), ("tiny", None, 300), ("tiny", False, "never")]
+    assert backend.requests == [("keep", change) for change in changes]
+    reader.until(in_memory)
+    with pytest.raises(Refused, match="ttl_s: ") as refusal:
+        reader.ask("keep", model="tiny", ttl_s="soon")
+    assert refusal.value.param == "ttl_s"
+
+
+def test_a_model_next_to_the_main_one_is_unloaded_by_its_name_and_can_wait(reader, backend):
+    backend.set_state(model="tiny", others=("big",))
+    backend.records = [record("tiny", loaded=True), record("big", loaded=True)]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.resident) == 2)
+    reader.ask("unload", model="big")
+    reader.until(lambda panel: jobs(panel) == [("big", "unloading", [])])
+    assert {name: row["leaving"] for name, row in in_memory(reader.panel).items()} == {"tiny": False, "big": True}
+    waiting = Unloading(answers_left=1, seconds_left=28)
+    backend.records[1] = record("big", loaded=True, unloading=waiting)
+    reader.give(backend.published, ModelEvent(model="big", stage="unloading", unloading=waiting))
+    reader.until(lambda panel: jobs(panel)[0][2] == ["Wait", "Stop now"])
+    assert cells(reader.panel) == {"tiny": ("loaded", ""), "big": ("unloading", "")}
+    reader.ask("unload", model="big", wait=True)
+    reader.until(lambda panel: backend.requests == [("unload", "big"), ("unload", ("big", True))])
+    backend.set_state(others=())
+    backend.records = [record("tiny", loaded=True), record("big")]
+    reader.give(backend.unloads, 0.1, 0.1)
+    reader.give(backend.published, ModelEvent(model="big", stage="unloaded"))
+    reader.until(lambda panel: not panel.jobs and list(in_memory(panel)) == ["tiny"])
+
+
+def test_a_model_that_is_no_longer_next_to_the_main_one_is_detected(reader, backend):
+    backend.set_state(model="tiny", others=("big",))
+    backend.records = [record("tiny", loaded=True), record("big", loaded=True)]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.resident) == 2 and panel.server["others"] == ("big",))
+    backend.records = [record("tiny", loaded=True), record("big")]
+    backend.set_state(others=())
+    reader.until(lambda panel: list(in_memory(panel)) == ["tiny"])
 
 
 def test_a_load_has_the_options_of_the_form(reader, backend):
@@ -301,7 +423,7 @@ def test_an_unload_without_an_event_is_detected(reader, backend):
     backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
     reader.ask("refresh")
     reader.until(lambda panel: panel.server["model"] == "tiny")
-    reader.until(lambda panel: cells(panel).get("tiny") == ("loaded, 10 MB", "Unload"))
+    reader.until(lambda panel: cells(panel).get("tiny") == ("loaded, 10 MB", ""))
     backend.records = [record("tiny")]
     backend.set_state(model=None)
     reader.until(lambda panel: cells(panel).get("tiny") == ("on disk", "Load"))
@@ -319,7 +441,7 @@ def test_a_stopped_server_refuses_and_the_next_one_is_shown(reader, backend, wor
     backend.set_state(model="tiny")
     backend.records = [record("tiny", loaded=True, vram_gb=0.01, loaded_context_length=512, slots=8)]
     reader.ask("refresh")
-    reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
+    reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "")})
     # The load of another client.
     reader.give(backend.published, ModelEvent(model="org/other", stage="download", done_bytes=1_000_000))
     reader.until(lambda panel: panel.jobs)
@@ -504,19 +626,40 @@ def test_an_attached_lab_says_where_storage_is_listed(lab):
             attached.backend.portal.run(attached.backend.remove_stored(stored("bench", 1)))
 
 
+def test_a_real_lab_keeps_several_models(endless_home):
+    settings = Settings(home=endless_home, port=0, resident=2)
+    with lmx_lab.Lab(settings, loop="thread") as lab, contextlib.ExitStack() as stack:
+        workbench = Workbench(LocalBackend(lab.server), **QUICK)
+        stack.callback(workbench.suspend)
+        reader = Reader(ModelsPanel(workbench))
+        for name in ("tiny", "tiny-two"):
+            reader.ask("load", model=name)
+            reader.until(lambda panel, name=name: in_memory(panel).get(name, {}).get("main") and not panel.jobs)
+        reader.until(lambda panel: [row["fraction"] is not None for row in panel.resident] == [True, True])
+        reader.ask("keep", model="tiny", pin=True)
+        reader.until(lambda panel: in_memory(panel)["tiny"]["pinned"])
+        reader.ask("unload", model="tiny")
+        reader.until(lambda panel: panel.error.startswith("tiny was not unloaded: tiny is pinned"))
+        reader.ask("keep", model="tiny", pin=False, ttl_s=900)
+        reader.until(lambda panel: in_memory(panel)["tiny"]["ttl"] == "900")
+        reader.ask("unload", model="tiny")
+        reader.until(lambda panel: list(in_memory(panel)) == ["tiny-two"] and not panel.jobs and not panel.error)
+        assert manager_of(lab).snapshot.model == "tiny-two"
+
+
 def test_a_real_lab_loads_waits_and_unloads_and_its_errors_are_shown(lab, real_workbench, tmp_path):
     reader = Reader(ModelsPanel(real_workbench))
     reader.ask("refresh")
     reader.until(lambda panel: panel.rows)
     reader.ask("load", model="tiny")
     reader.until(lambda panel: panel.server["model"] == "tiny" and not panel.jobs)
-    reader.until(lambda panel: cells(panel)["tiny"][1] == "Unload")
+    reader.until(lambda panel: list(in_memory(panel)) == ["tiny"])
     pieces = iter(lab.chat("Hello", stream=True, max_tokens=300, ignore_eos=True))
     next(pieces)
     reader.ask("load", model="tiny-two")
     assert len("".join(pieces)) > 100
     reader.until(lambda panel: panel.server["model"] == "tiny-two" and not panel.jobs)
-    reader.until(lambda panel: cells(panel)["tiny-two"][1] == "Unload")
+    reader.until(lambda panel: list(in_memory(panel)) == ["tiny-two"])
     assert cells(reader.panel)["tiny"] == ("on disk", "Load")
     assert not reader.panel.error
     reader.ask("unload", model="tiny-two")
@@ -539,8 +682,8 @@ def test_an_option_that_the_engine_refuses_is_named_until_the_next_load(lab, is_
         reader.until(lambda panel: panel.error.startswith("tiny was not loaded: tiny runs on MLX"))
         assert reader.panel.error_field == "kv_cache_dtype"
         reader.ask("load", model="tiny", options={"context_length": 100})
-        reader.until(lambda panel: panel.server["model"] == "tiny" and not panel.jobs)
-        assert (reader.panel.error, reader.panel.error_field) == ("", "")
+        reader.until(lambda panel: panel.server["model"] == "tiny" and not panel.jobs and not panel.error)
+        assert not reader.panel.error_field
         assert manager_of(lab).snapshot.context_length == 100
         reader.ask("unload", model="tiny")
         reader.until(lambda panel: panel.server["model"] is None)

@@ -19,9 +19,9 @@ from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.summary import FIELDS
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.models import DiskUse, EngineChoice, LoadReport, LoadSpec, ModelEvent, Stored
+from lmx_lab.values.models import DiskUse, EngineChoice, LoadReport, LoadSpec, ModelEvent, Stored, TimeToLive
 from lmx_lab.values.outputs import Delta, FinishReason, Vectors
-from lmx_lab.wire.admin import EngineRecord, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
+from lmx_lab.wire.admin import EngineRecord, KeepAnswer, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.events import EVENT_CLASSES
@@ -119,8 +119,12 @@ class ScriptedBackend:
     async def unload(
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
     ) -> float:
-        self.requests.append(("unload", self.now.model) if wait is None else ("unload", (model, wait)))
+        self.requests.append(("unload", model if wait is None else (model, wait)))
         return float(await _next(self.unloads))
+
+    async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
+        self.requests.append(("keep", (model, pin, ttl_s)))
+        return KeepAnswer(model=model, pinned=bool(pin), ttl_s=None)
 
     async def disk_use(self) -> DiskUse:
         return self.use
