@@ -103,7 +103,11 @@ export default panel("Models", ({ model, root, head, watch }) => {
     });
     const ttl = h("select", {
       "aria-label": "time to live of " + id, title: "time without requests after which it is unloaded",
-      onchange: () => act("keep", { model: id, ttl_s: +ttl.value || "never" }),
+      onchange: async () => {
+        const kept = await act("keep", { model: id, ttl_s: ttl.value === "never" ? ttl.value : +ttl.value });
+        // It was refused.
+        if (kept === undefined) ttl.value = get("resident").find((row) => row.id === id)?.ttl;
+      },
     });
     const button = h("button", { "aria-label": "Unload " + id, "data-model": id, onclick: () => unload(id) }, "Unload");
     const controls = h("span", { class: "row" }, h("label", { class: "dim" }, "time to live ", ttl), pin, button);

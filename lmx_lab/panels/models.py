@@ -260,8 +260,10 @@ class ModelsPanel(Panel):
     async def do_keep(self, fields: Mapping[str, Any]) -> None:
         """Change how long a model stays in memory; the fields are those of ``KeepRequest``."""
         request = validated(KeepRequest, {name: fields.get(name) for name in ("model", "pin", "ttl_s")})
-        await self.workbench.backend.keep(request.model, pin=request.pin, ttl_s=request.ttl_s)
-        self._refresh_soon()
+        answer = await self.workbench.backend.keep(request.model, pin=request.pin, ttl_s=request.ttl_s)
+        changed = {"pinned": answer.pinned, "ttl_s": answer.ttl_s}
+        self._records = tuple(it.model_copy(update=changed) if it.id == answer.model else it for it in self._records)
+        self._show_rows()
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel a load. The previous model is loaded again."""
@@ -396,8 +398,8 @@ class ModelsPanel(Panel):
                     "memory": f"{memory} of {format_bytes(total_gb * 1e9)}" if total_gb else memory,
                     "fraction": min(memory_gb / total_gb, 1.0) if total_gb else None,
                     "idle": idle,
-                    "ttl": "never" if record.ttl_s is None else f"{record.ttl_s:g}",
-                    "ttls": [["never", "never"], *([f"{ttl_s:g}", _duration(ttl_s)] for ttl_s in ttls)],
+                    "ttl": "never" if record.ttl_s is None else f"{record.ttl_s:.10g}",
+                    "ttls": [["never", "never"], *([f"{ttl_s:.10g}", _duration(ttl_s)] for ttl_s in ttls)],
                 }
             )
         return rows
@@ -434,7 +436,8 @@ class ModelsPanel(Panel):
         unloadings = self._unloadings()
         jobs = [*([self._own] if self._own else []), *self._jobs.values()]
         jobs = [job for job in jobs if job.stage != "unload" or job.model not in unloadings]
-        rows = [job.row(unloading=next(iter(unloadings.values()), None)) for job in jobs]
+        replaced = next((state for state in unloadings.values() if state.replaced_by is not None), None)
+        rows = [job.row(unloading=replaced) for job in jobs]
         for model, state in unloadings.items():
             actions = ["Stop now"] if state.seconds_left is None else ["Wait", "Stop now"]
             rows.append({"id": model, "text": str(state), "detail": "", "fraction": None, "actions": actions})

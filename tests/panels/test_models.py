@@ -190,12 +190,15 @@ def test_a_row_says_whether_its_model_answers(reader, backend):
 
 def test_pins_and_times_to_live_are_changed(reader, backend):
     backend.records = [record("tiny", loaded=True)]
-    reader.ask("keep", model="tiny", pin=True)
-    reader.ask("keep", model="tiny", ttl_s=300)
-    reader.ask("keep", model="tiny", pin=False, ttl_s="never")
-    changes = [("tiny", True, None), ("tiny", None, 300), ("tiny", False, "never")]
-    assert backend.requests == [("keep", change) for change in changes]
-    reader.until(in_memory)
+    reader.ask("refresh")
+    for pin, ttl_s, shown in [
+        (True, None, (True, "never")),
+        (None, 300, (False, "300")),
+        (False, "never", (False, "never")),
+    ]:
+        reader.ask("keep", model="tiny", pin=pin, ttl_s=ttl_s)
+        assert backend.requests.pop() == ("keep", ("tiny", pin, ttl_s))
+        reader.until(lambda panel, shown=shown: [(row["pinned"], row["ttl"]) for row in panel.resident] == [shown])
     with pytest.raises(Refused, match="ttl_s: ") as refusal:
         reader.ask("keep", model="tiny", ttl_s="soon")
     assert refusal.value.param == "ttl_s"

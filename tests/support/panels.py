@@ -124,7 +124,7 @@ class ScriptedBackend:
 
     async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
         self.requests.append(("keep", (model, pin, ttl_s)))
-        return KeepAnswer(model=model, pinned=bool(pin), ttl_s=None)
+        return KeepAnswer(model=model, pinned=bool(pin), ttl_s=None if ttl_s == "never" else ttl_s)
 
     async def disk_use(self) -> DiskUse:
         return self.use
