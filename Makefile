@@ -13,7 +13,7 @@
 # binder       run Binder's build steps, and its notebooks with 2 GB of memory below a JupyterHub path
 # package      install the wheel in an empty environment, without and with extras: doctor, serve and a chat
 # bench        measure the speed limits, store the results in build/bench; BENCH="--model tiny --quick" for a quick run
-# soak         inject faults, fuzz and load for half an hour, store the results in build/soak; SOAK="--quick" for a quick run
+# soak         inject faults, fuzz and load for an hour, store the results in build/soak; SOAK="--quick" for a quick run
 # screenshots  render the panels with the starter models into docs/images; needs Chromium
 # lock         write tools/constraints/all.txt from a new environment
 PYTHON ?= python3

@@ -7,6 +7,7 @@ its columns from ``lost`` to ``processes`` are zero. The exit status is 0 if all
     python -m soak --quick                           a small version, in a few minutes
     python -m soak --only fuzz --seed 7              one part, with another seed
     python -m soak --only kills --kills 250 --seed 1 only kills of the daemon; another seed gives other kills
+    python -m soak --only memory --seconds 300       five minutes of long streams with little memory
     python -m soak --only mutations --count 500      500 mutated models; with ``--only fuzz``, 500 requests
 
 | part        | what it does                                                                                      |
@@ -26,6 +27,8 @@ its columns from ``lost`` to ``processes`` are zero. The exit status is 0 if all
 | cycles      | loads and unloads a model 1,000 times, 200 times with llama.cpp                                   |
 | kills       | ends the programs by SIGTERM under load and by SIGKILL at random moments, and starts them again   |
 | files       | puts FIFOs, devices and folders where a model's files should be, and uses a disk that hangs       |
+| memory      | serves two streams of 8,000 tokens for 20 minutes in a process with 3 GB, while caches of ended   |
+|             | requests fill the rest; the footprint must not exceed its limit by more than 3 %                  |
 | mutations   | loads 200 models, each with one randomly changed file; the model that was loaded before must      |
 |             | answer as before                                                                                  |
 
@@ -55,7 +58,7 @@ from lmx_lab.results.provenance import provenance
 from soak import report
 from soak.report import Row, Soak
 
-PARTS = ("fuzz", "bodies", "hostile", "load", "connections", "cycles", "kills", "files", "mutations")
+PARTS = ("fuzz", "bodies", "hostile", "load", "connections", "cycles", "kills", "files", "memory", "mutations")
 """Modules of this package with a ``run``."""
 Run = Callable[[Soak], list[Row]]
 INTERRUPTED = 130
@@ -66,8 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     # Raise SystemExit, so that the context managers end the programs.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    soak = Soak(folder=folder_of("tiny"), quick=chosen.quick, seed=chosen.seed, kills=chosen.kills, count=chosen.count)
-    settings = {"quick": soak.quick, "only": chosen.only, "seed": soak.seed, "kills": soak.kills, "count": soak.count}
+    options = {name: getattr(chosen, name) for name in ("quick", "seed", "kills", "seconds", "count")}
+    soak = Soak(folder=folder_of("tiny"), **options)
+    settings = options | {"only": chosen.only}
     facts = provenance(mlx_device=str(mx.default_device()), settings=settings)
     return carry_out({name: _run_of(name) for name in chosen.only or PARTS}, soak, facts)
 
@@ -94,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kills", type=_positive, help="number of kills of the daemon; the part kills then kills nothing else"
     )
+    parser.add_argument("--seconds", type=_positive, help="duration of the part memory; default: 1200")
     parser.add_argument(
         "--count",
         type=_positive,

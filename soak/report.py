@@ -43,6 +43,8 @@ class Soak:
     """Seed of all random choices, to repeat a failure."""
     kills: int | None = None
     """Number of kills of the daemon. If given, the part ``kills`` kills nothing else."""
+    seconds: float | None = None
+    """Duration of the part ``memory``; None for the default."""
     count: int | None = None
     """Number of models in the part ``mutations``, or of requests in the part ``fuzz``; None for the default."""
 

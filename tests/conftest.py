@@ -295,6 +295,22 @@ def echo_home(tmp_path_factory):
     return home
 
 
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A lab with the echo engine. Files and folders whose tests need another one define it by the same name."""
+    from tests.support.labs import serving
+
+    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
+        yield lab
+
+
+@pytest.fixture
+def http(lab):
+    """A client of the lab's server."""
+    with httpx2.Client(base_url=lab.url, timeout=60) as client:
+        yield client
+
+
 @pytest.fixture(scope="session")
 def long_gguf(tmp_path_factory, tiny_gguf):
     """``tiny`` with a context of 8,192 tokens, so that a request runs as long as a test needs."""

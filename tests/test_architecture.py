@@ -140,7 +140,6 @@ SUBJECTS = {
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.llama_cpp.grammar": "an algorithm: which grammars llama.cpp enforces",
     "engine.llama_cpp.scoring": "an algorithm: log-probabilities of prompts",
-    "engine.mlx.load": "how a chat model is read from its files",
     "notebook.results": "the results of methods",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",

@@ -66,6 +66,9 @@ def test_texts_can_be_in_any_container(value):
         (None, "pass a list of texts"),
         (5, "pass a list of texts"),
         ([b"ab"], "decode them to text"),
+        ([], "has 0 items; send at least 1"),
+        ([None], r"\.0: "),
+        (["a", 1], r"\.1: "),
     ],
 )
 def test_a_value_that_is_not_a_list_of_texts_is_refused(value, message):
@@ -74,6 +77,11 @@ def test_a_value_that_is_not_a_list_of_texts_is_refused(value, message):
     if not isinstance(value, dict):
         with pytest.raises(InvalidRequestError, match=message):
             rerank_body("query", value, model=None)
+
+
+def test_documents_are_a_list_although_texts_may_be_one():
+    with pytest.raises(InvalidRequestError, match="a single document; pass a list"):
+        rerank_body("query", "a", model=None)
 
 
 def test_documents_may_be_any_mappings():

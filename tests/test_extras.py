@@ -114,7 +114,7 @@ def test_each_package_of_an_extra_that_is_imported_can_be_named(extra):
     assert modules & optional_modules() <= set(OPTIONAL) | WITH_OTHERS
 
 
-# Each starts a program. The tests of the modules that use a package test its message, too.
+# Each starts a program.
 @pytest.mark.long
 @pytest.mark.parametrize("module", USES)
 def test_without_a_package_its_use_is_one_line_with_the_command_that_installs_it(module, tmp_path):

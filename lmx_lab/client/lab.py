@@ -39,6 +39,7 @@ from lmx_lab.client.connection import (
     wrong_server_error,
 )
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
+from lmx_lab.values.engine import PressureEvent
 from lmx_lab.values.models import (
     LoadOptions,
     LoadReport,
@@ -88,8 +89,8 @@ from lmx_lab.wire.rerank import RerankBody, RerankResults
 from lmx_lab.wire.tokens import TokenizeAnswer, TokenizeRequest
 
 T = TypeVar("T")
-Include = Literal["models", "requests", "samples"]
-"""Events that the server sends only on request: ``ModelEvent``, ``RequestEvent``, ``Sample``."""
+Include = Literal["models", "requests", "samples", "pressure"]
+"""Events that the server sends only on request: ``ModelEvent``, ``RequestEvent``, ``Sample``, ``PressureEvent``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class UnknownLabEvent:
     """The received data, usually JSON."""
 
 
-KnownEvent = Throughput | Memory | Heartbeat | ModelEvent | RequestEvent | Sample
+KnownEvent = Throughput | Memory | Heartbeat | ModelEvent | RequestEvent | Sample | PressureEvent
 LabEvent = KnownEvent | UnknownLabEvent
 _KNOWN: TypeAdapter[KnownEvent] = TypeAdapter(Annotated[KnownEvent, Discriminator("type")])
 

@@ -1,8 +1,8 @@
 """Own the models in memory: load and unload them, and pass each request to the model that answers it.
 
 Everything runs on one event loop in a thread, except what reads the published state. Loads and unloads happen one at a
-time. Nothing polls: a model reports when its engine loses it, ``AdmissionControl`` reports when it has no requests
-left, and timers are set to known points in time.
+time. Nothing polls except ``Budget.watch``: a model reports when its engine loses it, ``AdmissionControl`` reports when
+it has no requests left, and timers are set to known points in time.
 
 The model that was loaded last is the main one: it answers requests that name none. ``Settings.resident`` models stay in
 memory, besides those that are pinned. For a load beyond that, or if memory is short, the model that was used least
@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.engines import ENGINES, Factory, choose_engine, engine_for
@@ -54,7 +54,7 @@ from lmx_lab.engine.lookup import (
     with_models_on_disk,
     wrong_kind,
 )
-from lmx_lab.engine.memory import total_bytes
+from lmx_lab.engine.memory import Budget, total_bytes
 from lmx_lab.engine.model import Engine, EngineHost, EngineMemory
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
@@ -153,6 +153,7 @@ class ModelManager:
         catalog: The models on this disk; by default those that the settings name.
         turns: When a client without a slot gets a slot of another client.
         engines: How to make an engine, by name; for those that are missing, as in ``ENGINES``.
+        budget: The memory that models may use; by default that of the settings.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class ModelManager:
         *,
         turns: Turns | None = None,
         engines: Mapping[EngineName, Factory] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.settings = settings
         self.catalog = catalog if catalog is not None else Catalog(settings)
@@ -181,6 +183,11 @@ class ModelManager:
         self._now = InMemory()
         self._change: Change[Any] | None = None
         """The load or unload that is in progress."""
+        self.budget = budget or Budget(
+            settings.memory_limit_bytes,
+            weights=lambda: sum(model.memory_bytes for model in self.models),
+            evict=functools.partial(self._post, self._evict),
+        )
         self._ended_totals = TokenTotals()
         """Counts of the models that have left memory, which are in ``_counted`` while other code refers to them."""
         self._counted: weakref.WeakSet[Model] = weakref.WeakSet()
@@ -225,7 +232,7 @@ class ModelManager:
     async def _close(self, error: LabError) -> None:
         """End all loads and requests, and drop all models."""
         self._cancel_all(error)
-        for task in list(self._reloads):
+        for task in (self._measuring, *self._reloads):
             task.cancel()
         self._missing.clear()
         models, self._now = self._now.models, InMemory()
@@ -288,6 +295,7 @@ class ModelManager:
         self._lending: asyncio.Task[str | None] | None = None
         """Unloads all models, and loads them again when they are taken back; see ``make_room``."""
         self._taken_back = asyncio.Event()
+        self._measuring = asyncio.create_task(self.budget.watch(), name="lmx-lab memory")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._reloads: set[asyncio.Task[Any]] = set()
         """The tasks that load models again that were lost."""
@@ -393,6 +401,9 @@ class ModelManager:
             memory_used_bytes=memory.used or 0,
             memory_peak_bytes=memory.peak or 0,
             memory_total_bytes=memory.total,
+            memory_footprint_bytes=self.budget.footprint_bytes,
+            memory_limit_bytes=self.budget.total_bytes,
+            memory_pressure=self.budget.pressure,
             memory_is_of_device=memory.is_of_device,
             blas=next((engine.blas for engine in list(self._engines.values()) if engine.blas is not None), None),
         )
@@ -452,18 +463,13 @@ class ModelManager:
         with self._engines_lock:
             if name not in self._engines:
                 host = EngineHost(
-                    used_by_others=functools.partial(self._used_by_others, name),
+                    budget=self.budget,
                     idle=self._post_idle,
                     lost=functools.partial(self._post, self._remove_lost),
                     turns=self._turns,
                 )
                 self._engines[name] = self._factories[name](self.settings, host)
             return self._engines[name]
-
-    def _used_by_others(self, name: EngineName) -> int:
-        """Return the memory that the other engines use, without the memory of a GPU."""
-        others = [other for other, engine in list(self._engines.items()) if not engine.memory.is_of_device]
-        return sum(self._used_bytes(other) for other in others if other != name)
 
     def unpinned(self) -> Sequence[LoadSpec]:
         """Return the loads of the encoders that the settings name and that are not in memory."""
@@ -615,15 +621,14 @@ class ModelManager:
     ) -> LoadReport:
         entry, engine = await change.run(self._find(spec, change.files, local=local))
         change.entry = entry
+        self._check_kind(spec, entry)
         if change.beside:
             if change.files is None:
                 await change.run(self._finder.check(entry))
-            self._check_kind(spec, entry)
             if self._lending is not None:
                 self._check_free()
             self._report(load_progress(entry))
             return await change.run(self._load_beside(entry, spec, engine))
-        self._check_kind(spec, entry)
         if not self._changing.locked():
             model = await self._find_loaded(entry, spec)
             if model is not None and not self._replaces_main(model):
@@ -1039,7 +1044,10 @@ class ModelManager:
                 model.admission.reopen()
             now = self._now
             if cause is not None:
-                now, self._idle_spec = replace(now, unloaded=(model.entry.id, cause)), replace(model.spec, pin=None)
+                now, self._idle_spec = (
+                    replace(now, unloaded=(model.entry.id, cause)),
+                    replace(model.spec, pin=None),
+                )
             # The cause is known before the memory is released.
             self._now = replace(now.without(model, stays=stays), failure=None)
             error = NotLoadedError("the model was unloaded before this request ended")
@@ -1244,24 +1252,41 @@ class ModelManager:
         if left_s > 0:
             self._idle_timer = self._loop.call_later(left_s, self._set_idle_timer)
         else:
-            self._start_task(self._unload_idle(model), "lmx-lab idle unload")
+            self._start_task(self._unload_unused(model, "idle"), "lmx-lab idle unload")
 
-    async def _unload_idle(self, model: Model) -> None:
+    def _evict(self, missing_bytes: int) -> None:
+        """Unload the model that was used least recently, if it has no requests and is not the main one; see
+        ``Budget``.
+        """
+        unused = [
+            model
+            for model in self._now.models
+            if not model.pinned and model is not self._now.main and not model.admission.active
+        ]
+        if unused and not self._changing.locked():
+            model = min(unused, key=lambda model: model.admission.used_at)
+            log.warning("%.2f GB of memory are missing", missing_bytes / 1e9)
+            self._start_task(self._unload_unused(model, "memory"), "lmx-lab evict")
+
+    async def _unload_unused(self, model: Model, cause: Literal["idle", "memory"]) -> None:
+        """Unload a model that has no requests, unless one arrives in the meantime."""
         change: Change[int] = Change(
             kind="unload", name=model.entry.id, done=self._loop.create_future(), entry=model.entry
         )
         async with self._in_progress(change):
-            idle_s = model.ttl_s
-            if model not in self._now.models or idle_s is None:
+            idle_s = (model.ttl_s if cause == "idle" else 0.0) if model in self._now.models else None
+            if idle_s is None:
                 return
-            model.admission.close(NotLoadedError(f"{change.name} was unloaded because it was idle; load it again"))
+            why = "it was idle" if cause == "idle" else "memory was short"
+            model.admission.close(NotLoadedError(f"{change.name} was unloaded because {why}; load it again"))
             if model.admission.active or model.admission.used_at + idle_s > time.perf_counter():
                 # A request has arrived in the meantime.
                 model.admission.reopen()
                 return
-            log.info("%s was idle for %g s", change.name, idle_s)
-            await self._unload_after_drain(model, "the model was unloaded", change, cause="idle")
-        self._report(ModelEvent(model=change.name, stage="unloaded", message=f"idle for {idle_s:g} s"))
+            message = f"idle for {idle_s:g} s" if cause == "idle" else "memory is short"
+            log.info("%s is unloaded: %s", change.name, message)
+            await self._unload_after_drain(model, "the model was unloaded", change, cause=cause)
+        self._report(ModelEvent(model=change.name, stage="unloaded", message=message))
 
     # Requests
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
+from lmx_lab.engine.memory import Budget
 from lmx_lab.engine.requests import (
     ChatPrompt,
     EmbeddingRequest,
@@ -66,8 +67,8 @@ class Capabilities:
 class EngineHost:
     """What the manager passes to each engine. The functions may be called from any thread."""
 
-    used_by_others: Callable[[], int] = lambda: 0
-    """Returns how many bytes of the memory limit other engines use."""
+    budget: Budget = field(default_factory=lambda: Budget(None))
+    """The memory that all engines share."""
     idle: Callable[[], None] = lambda: None
     """Called when a model has no requests left."""
     lost: Callable[[LoadedModel[Any], bool], None] = lambda _model, _by_request: None
@@ -242,7 +243,7 @@ class LoadedModel(ABC, Generic[Row]):
             memory_bytes=self.memory_bytes,
             pinned=self.pinned,
             ttl_s=self.ttl_s,
-            idle_s=None if self.admission.active else time.perf_counter() - self.admission.used_at,
+            idle_since=None if self.admission.active else self.admission.used_at,
             unloading=unloading,
             context_length=self.context_length,
             slots=self.slots,

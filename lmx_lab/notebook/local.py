@@ -435,7 +435,8 @@ class LocalBackend:
     async def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
         with self._services.feed.subscribe() as events:
             async for event in events:
-                yield event
+                if isinstance(event, ModelEvent | RequestEvent):
+                    yield event
 
     # Models
 

@@ -125,7 +125,7 @@ class ModelsPanel(Panel):
         self._problem: str | None = None
         """Why the list may be incomplete."""
         self._idle_since: dict[str, float] = {}
-        """When the last request of each model in memory has ended (``time.monotonic``), if none was running then."""
+        """When the last request of each model in memory has ended, in seconds since 1970, if none was running then."""
         self._sample: Sample | None = None
         self._unloading: dict[str, tuple[Unloading, float]] = {}
         """The last known state of each model that waits for its running answers, and its time (``time.monotonic``)."""
@@ -188,7 +188,7 @@ class ModelsPanel(Panel):
         self._show_jobs()
 
     def request_ended(self, event: RequestEvent) -> None:
-        self._idle_since[event.model] = time.monotonic()
+        self._idle_since[event.model] = time.time()
 
     def backend_changed(self) -> None:
         if self.task is not None:
@@ -350,7 +350,7 @@ class ModelsPanel(Panel):
                 self._installed = frozenset(engine.name for engine in found.engines if engine.version is not None)
                 self._problem = found.problem
                 now = time.monotonic()
-                self._idle_since = {it.id: now - it.idle_s for it in found.models if it.idle_s is not None}
+                self._idle_since = {it.id: it.idle_since for it in found.models if it.idle_since is not None}
                 self._unloading = {it.id: (it.unloading, now) for it in found.models if it.unloading is not None}
                 self._show_rows()
 
@@ -387,7 +387,7 @@ class ModelsPanel(Panel):
             memory = format_bytes(memory_gb * 1e9)
             # With several models in memory, it is not known whose requests are running.
             since = None if is_busy and len(loaded) == 1 else self._idle_since.get(record.id)
-            idle = _idle_text(time.monotonic() - since) if since is not None else "answering" if is_busy else ""
+            idle = _idle_text(time.time() - since) if since is not None else "answering" if is_busy else ""
             ttls = sorted({*TIMES_TO_LIVE_S, *([record.ttl_s] if record.ttl_s is not None else [])})
             rows.append(
                 {

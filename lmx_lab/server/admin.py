@@ -52,6 +52,8 @@ from lmx_lab.wire.base import ANY_MODEL
 
 FIRST_CARD = link("inference_get_model", "Get one of the listed models.", model="$response.body#/data/0/id")
 FIRST_RECORD = link("admin_load", "Load one of the listed models.", body={"model": "$response.body#/models/0/id"})
+EPOCH_S = time.time() - time.perf_counter()
+"""Adding it to a time of ``time.perf_counter`` gives seconds since 1970."""
 LOADED = {
     "model": link("inference_get_model", "Get the loaded model.", model="$response.body#/model"),
     "unload": link("admin_unload", "Unload the model again.", body={"model": "$response.body#/model"}),
@@ -272,7 +274,7 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
             main=state is not None and state is now.main,
             pinned=state is not None and state.pinned,
             ttl_s=state.ttl_s if state is not None else None,
-            idle_s=state.idle_s if state is not None else None,
+            idle_since=EPOCH_S + state.idle_since if state is not None and state.idle_since is not None else None,
             unloading=state.unloading if state is not None else None,
         )
         for model in _models(listing, manager, speeds)

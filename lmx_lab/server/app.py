@@ -93,6 +93,7 @@ def create_server(
     settings = manager.settings
     feed: Feed[ServerEvent] = Feed()
     manager.add_observer(feed.publish)
+    manager.budget.add_observer(feed.publish)
     metrics = Metrics(manager)
     request_log = RequestLog()
     spans: list[RequestSpans] = []

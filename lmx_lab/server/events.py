@@ -21,19 +21,20 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures
 from lmx_lab.http.streaming import EventStream, data_line
 from lmx_lab.server.openapi import EVENTS
-from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
+from lmx_lab.values.engine import COUNTERS, EngineSnapshot, PressureEvent, TokenTotals
 from lmx_lab.values.models import ModelEvent
 from lmx_lab.wire.admin import Heartbeat, Memory, RequestEvent, Sample, Throughput
 
-ServerEvent = ModelEvent | RequestEvent
+ServerEvent = ModelEvent | RequestEvent | PressureEvent
 SAMPLE_S = 1.0
 """Time between two samples."""
-EXTRAS = {"models": "model", "requests": "request", "samples": "sample"}
+EXTRAS = {"models": "model", "requests": "request", "samples": "sample", "pressure": "pressure"}
 """The type of event that each name in ``include`` adds."""
 INCLUDE = (
     "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
     "`requests` for the end of every generation, embedding and rerank (RequestEvent), "
-    "`samples` for all metrics every second (Sample)"
+    "`samples` for all metrics every second (Sample), "
+    "`pressure` for the begin and the end of a shortage of memory (PressureEvent)"
 )
 
 
@@ -99,7 +100,7 @@ async def _lines(
                 return
             if extra.type not in included:
                 continue
-            if hide is not None:
+            if hide is not None and not isinstance(extra, PressureEvent):
                 model = public_id(extra.model, local=False)
                 if isinstance(extra, ModelEvent):
                     extra = replace(

@@ -102,6 +102,21 @@ class _EngineCollector(Collector):
         yield _gauge("memory_used_bytes", "Memory that the engines use.", now.memory_used_bytes)
         yield _gauge("memory_peak_bytes", "Sum of the peak memory of each engine.", now.memory_peak_bytes)
         yield _gauge("memory_total_bytes", "Memory of the device.", now.memory_total_bytes)
+        yield _gauge(
+            "memory_footprint_bytes",
+            "Physical memory of the server and of llama.cpp's processes.",
+            now.memory_footprint_bytes,
+        )
+        yield _gauge(
+            "memory_limit_bytes",
+            "What the footprint should not exceed. Lower while memory is short.",
+            now.memory_limit_bytes,
+        )
+        yield _gauge(
+            "memory_pressure",
+            "Whether the machine or the container is short of memory.",
+            now.memory_pressure is not None,
+        )
         yield _gauge("model_memory_bytes", "Memory of the loaded model.", now.model_memory_bytes)
         yield _gauge("prefix_cache_bytes", "Memory of the KV caches of ended requests.", now.prefix_cache_bytes)
         loaded = GaugeMetricFamily("lmx_lab_model_loaded", "1 for the loaded model.", labels=("model",))

@@ -165,7 +165,8 @@ def _running(manager: ModelManager, *, local: bool) -> Iterator[OllamaRunningMod
     for model in now.models:
         entry, size, is_main = model.entry, model.memory_bytes, model is now.main
         stays = model.ttl_s is None or (model.pinned and not is_main)
-        left_s = max(0.0, (model.ttl_s or 0.0) - (model.idle_s or 0.0))
+        idle_s = 0.0 if model.idle_since is None else time.perf_counter() - model.idle_since
+        left_s = max(0.0, (model.ttl_s or 0.0) - idle_s)
         name = listed_name(public_id(entry.id, local=local))
         yield OllamaRunningModel(
             name=name,

@@ -17,6 +17,7 @@ from lmx_lab.errors import (
     StorageFullError,
 )
 from lmx_lab.http.openapi import BODY, failures, reference, websocket_response
+from lmx_lab.values.engine import PressureEvent
 from lmx_lab.values.models import ModelEvent
 from lmx_lab.wire.admin import Heartbeat, Memory, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
@@ -25,7 +26,7 @@ from lmx_lab.wire.messages import MessageEvent, MessagesError
 from lmx_lab.wire.ollama import OllamaError, OllamaPullProgress
 from lmx_lab.wire.responses import ResponseEvent
 
-EVENTS: tuple[type, ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample)
+EVENTS: tuple[type, ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEvent, Sample, PressureEvent)
 """The events of ``/admin/events``."""
 EXTRA_MODELS: tuple[type, ...] = (
     ChatChunk,

@@ -68,8 +68,8 @@ class ModelState:
     """Whether it stays in memory until it is unloaded by request."""
     ttl_s: float | None = None
     """Time without requests after which it is unloaded; None if it stays."""
-    idle_s: float | None = None
-    """Time since its last request has ended; None while it has requests."""
+    idle_since: float | None = None
+    """When its last request ended (``time.perf_counter``); None while it has requests."""
     unloading: Unloading | None = None
     """Set while its unload waits for its requests to end."""
     context_length: int | None = None
@@ -108,6 +108,27 @@ class ModelChange:
     """As ``time.perf_counter``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PressureEvent:
+    """The machine or the container has become short of memory, or is no longer. Also an event of ``/admin/events``,
+    sent only with ``include=pressure``."""
+
+    type: Literal["pressure"] = "pressure"
+    active: bool
+    """Whether memory is short. The limit of models and caches is lower while it is."""
+    reason: str | None
+    """What the system reports; None at the end of the shortage."""
+    limit_bytes: int
+    """How much the process, with those of llama.cpp, may use now."""
+    footprint_bytes: int
+    """How much they use now."""
+
+    def __str__(self) -> str:
+        what = f"memory is short: {self.reason}" if self.active else "memory is no longer short"
+        used, limit = self.footprint_bytes / 1e9, self.limit_bytes / 1e9
+        return f"{what}; {used:.2f} GB are in use, and {limit:.2f} GB are allowed now"
+
+
 EngineState = Literal["empty", "loading", "ready", "dead"]
 
 UnloadCause = Literal["requested", "idle", "memory"]
@@ -133,6 +154,12 @@ class EngineSnapshot:
     memory_used_bytes: int = 0
     memory_peak_bytes: int = 0
     memory_total_bytes: int = 0
+    memory_footprint_bytes: int = 0
+    """Physical memory of the process and of those of llama.cpp, without files that are mapped."""
+    memory_limit_bytes: int = 0
+    """The value that ``memory_footprint_bytes`` should not exceed. It is lower while ``memory_pressure`` is set."""
+    memory_pressure: str | None = None
+    """Why the machine or the container is short of memory; None if it is not."""
     memory_is_of_device: bool = False
     """Whether this memory belongs to a GPU, so that engines on the CPU do not use it."""
     blas: BlasReport | None = None

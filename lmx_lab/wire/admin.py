@@ -74,8 +74,8 @@ class ModelRecord(BaseModel):
     """Whether it stays in memory until it is unloaded by request."""
     ttl_s: float | None = None
     """Seconds without requests after which it is unloaded; null if it stays, or is not loaded."""
-    idle_s: float | None = None
-    """Seconds since its last request has ended; null while it has requests, or is not loaded."""
+    idle_since: float | None = None
+    """When its last request ended, in seconds since 1970; null while it has requests, or is not loaded."""
     unloading: Unloading | None = None
     """Set while the unload of the model waits for its running answers to end."""
 

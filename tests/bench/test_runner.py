@@ -6,14 +6,13 @@ import threading
 
 import pytest
 
-from lmx_lab.bench import load
 from lmx_lab.bench.case import Case, Poisson, Sweep
 from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, TargetFacts
 from lmx_lab.errors import InvalidRequestError
-from tests.support.model_server import STALL, WORDS, Scripted, after_calibration, token
+from tests.support.model_server import WORDS, Scripted
 from tests.support.programs import run_script
 from tests.support.samples import collect, sample
 
@@ -118,23 +117,6 @@ def test_a_run_that_is_refused_leaves_no_file(tmp_path):
     with Scripted(WORDS, models=("a", "b")) as server, pytest.raises(InvalidRequestError, match="model="):
         run(server.url, CASE, record=tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupt_returns_finished_requests_and_cancels_running_ones(tmp_path):
-    def interrupt(progress):
-        if progress.done == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    with Scripted(after_calibration(WORDS, WORDS, WORDS, [token("a"), STALL])) as server:
-        table = run(server.url, CASE, progress=interrupt, record=tmp_path)
-        threads = [thread.name for thread in threading.enumerate()]
-    assert len(table) == 3
-    assert table["error"].isna().all()
-    assert table.attrs["interrupted"] is True
-    assert len(load(table.attrs["path"])) == 3
-    assert signal.getsignal(signal.SIGINT) == before
-    assert "lmx-lab-bench" not in threads
 
 
 def test_a_second_interrupt_raises():

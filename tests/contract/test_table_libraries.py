@@ -15,7 +15,6 @@ from lmx_lab.bench import compare, frame, summary
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.results.frames import make_table
-from tests.support.labs import serving
 from tests.support.samples import EVALUATION, run_of
 
 pytestmark = pytest.mark.slow
@@ -54,12 +53,6 @@ PANDAS = Library(
 POLARS = Library("polars", polars.DataFrame, lambda table: table.to_dict(as_series=False), polars.Series)
 PYARROW = Library("pyarrow", pyarrow.table, lambda table: table.to_pydict(), lambda name, values: pyarrow.array(values))
 every_library = pytest.mark.parametrize("library", [PANDAS, POLARS, PYARROW], ids=str)
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
-        yield lab
 
 
 @pytest.fixture

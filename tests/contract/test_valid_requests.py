@@ -75,18 +75,6 @@ def test_responses_of_the_inference_server_match_the_document(server, method, pa
     assert server.request(method, path, body=body).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"content": "a", "prompt": "b", "messages": HELLO}, "has content and prompt and messages; send only one"),
-        ({}, "has neither content nor prompt nor messages; send one of them"),
-    ],
-)
-def test_tokenize_accepts_one_input(server, body, message):
-    answer = server.request("POST", "/tokenize", body=body)
-    assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
-
-
 def test_the_response_for_one_model_matches_the_document(server):
     assert server.request("GET", "/v1/models/{model}", at={"model": "echo"}).status_code == 200
 

@@ -149,13 +149,6 @@ def test_an_invalid_state_file_is_bad(tmp_path):
 # Models and the hub
 
 
-def test_without_a_model_the_remedy_is_the_command_that_downloads_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    finding = finding_about("models", check_models(Settings(home=tmp_path)))
-    assert summary(finding) == EXPLAINED_NOTE
-    assert finding.remedy == "lmx-lab pull smollm2-135m"
-
-
 def test_a_missing_model_folder_is_bad(tmp_path):
     finding = next(check_models(Settings(home=tmp_path, model_folders=(tmp_path / "no where",))))
     assert finding.verdict == "bad"

@@ -161,6 +161,21 @@ async def test_memory_decides_how_many_models_stay():
         assert in_memory(lab) == ["one", "two"]
 
 
+async def test_unused_models_leave_if_memory_is_short_but_the_main_one_stays(lab):
+    await load(lab, ONE, TWO)
+    stream = await lab.manager.submit(request("one", tokens=8000))
+    lab.manager.budget.evict(10**9)
+    assert await answer(lab, "two") == "two"
+    assert in_memory(lab) == ["two", "one"]
+    await stream.aclose()
+    await auntil(lambda: lab.manager.models[1].admission.active == 0)
+    lab.manager.budget.evict(10**9)
+    await auntil(lambda: in_memory(lab) == ["two"])
+    assert (lab.progress[-1].model, lab.progress[-1].message) == ("one", "memory is short")
+    lab.manager.budget.evict(10**9)
+    assert await answer(lab, "two") == "two"
+
+
 # Pins and times to live
 
 

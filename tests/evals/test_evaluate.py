@@ -27,12 +27,6 @@ FRAME = pd.DataFrame(
 )
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo", slots=4) as lab:
-        yield lab
-
-
 def test_rows_are_scored_except_rows_with_errors(lab):
     result = lab.evaluate(FRAME, "{text}", answer="answer")
     assert list(result.df.index) == ["a", "b", "c", "d"]
@@ -304,11 +298,9 @@ def test_a_home_without_experiments_and_a_foreign_file(tmp_path):
     assert repr(none).endswith("stored experiments: 0")
     none.delete(1)
     assert not none.path.exists()
-    with sqlite3.connect(tmp_path / "other.db") as connection:
-        connection.execute("CREATE TABLE t (x)")
-    connection.close()
+    (tmp_path / "notes.txt").write_text("not a database" * 100)
     with pytest.raises(InvalidRequestError, match="move it elsewhere"):
-        len(Experiments(tmp_path / "other.db"))
+        len(Experiments(tmp_path / "notes.txt"))
 
 
 def test_an_interrupted_evaluation_is_returned_but_not_stored(lab, monkeypatch):

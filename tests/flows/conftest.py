@@ -1,7 +1,7 @@
 """Fixtures that run servers on loopback sockets.
 
-``lab`` and ``http`` use the echo engine, other fixtures a tiny model. Tests that do not load or unload models share one
-server for the session.
+``lab`` uses the echo engine, other fixtures a tiny model. Tests that do not load or unload models share one server for
+the session.
 """
 
 import httpx2
@@ -46,14 +46,6 @@ def fresh_tiny_lab(tiny_home):
 
 
 @pytest.fixture(scope="session")
-def long_home(tmp_path_factory, smollm2):
-    """Create a home with ``tiny-long``, which has a context of 8192 tokens, for long prompts."""
-    home = tmp_path_factory.mktemp("long-home")
-    write_tiny_llama(home / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
-    return home
-
-
-@pytest.fixture(scope="session")
 def three_home(tmp_path_factory, smollm2):
     """Create a home with a tiny chat model, a tiny embedding model and a tiny reranker."""
     home = tmp_path_factory.mktemp("three-home")
@@ -61,12 +53,6 @@ def three_home(tmp_path_factory, smollm2):
     write_tiny_bert(home / "models" / "tiny-embedder")
     write_tiny_bert(home / "models" / "tiny-reranker", labels=1)
     return home
-
-
-@pytest.fixture(scope="session")
-def http(lab):
-    with httpx2.Client(base_url=lab.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture

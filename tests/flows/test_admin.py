@@ -19,10 +19,6 @@ def load(http, model, **options):
     return http.post("/admin/models/load", json={"model": model, **options})
 
 
-def test_healthz_reports_that_the_process_runs(http):
-    assert http.get("/healthz").json() == {"status": "ok"}
-
-
 def test_readiness_follows_the_model(fresh_http):
     ready = fresh_http.get("/readyz")
     assert ready.status_code == 200
@@ -133,35 +129,11 @@ def test_a_load_replaces_the_loaded_model(fresh_tiny_http):
     assert fresh_tiny_http.post(CHAT, json=chat_body(model="tiny")).status_code == 503
 
 
-def test_loading_the_loaded_model_returns_at_once(fresh_http):
-    assert load(fresh_http, "echo").json()["load_time_ms"] == 0
-
-
-def test_a_path_can_be_loaded_from_this_machine(fresh_tiny_http, tiny_home):
-    assert load(fresh_tiny_http, str(tiny_home / "models" / "tiny-two")).json()["success"] is True
-
-
 def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http, echo_home):
     assert load(http, "echo", engine="auto").status_code == 200
     for model, engine in (("echo", "mlx"), ("other", "llama.cpp")):
         assert refused(load(http, model, engine=engine), 400, "invalid-request")["param"] == "engine"
     assert http.get("/readyz").json()["model"] == "echo"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"model": ""},
-        {"model": 3},
-        {"model": "tiny", "quickly": True},
-        {"model": "tiny", "engine": "vllm"},
-        {"model": "tiny", "kv_cache_dtype": "q3_0"},
-    ],
-)
-def test_a_malformed_load_is_400(http, body):
-    response = http.post("/admin/models/load", json=body)
-    refused(response, 400, "invalid-request")
 
 
 def truncated(folder, home):
@@ -256,23 +228,10 @@ def test_any_key_is_accepted_if_none_is_configured(http):
     assert http.post(CHAT, json=echo_body(), headers={"authorization": "Bearer anything"}).status_code == 200
 
 
-def test_an_allowed_page_can_call_and_read_errors(echo_home):
+def test_an_allowed_page_can_read_the_headers_of_the_server(echo_home):
     page = "http://localhost:3000"
     with serving(echo_home, "echo", cors_origins=(page,), record="all") as lab, httpx2.Client(base_url=lab.url) as http:
-        preflight = http.options(
-            CHAT,
-            headers={
-                "origin": page,
-                "access-control-request-method": "POST",
-                "access-control-request-headers": "content-type",
-            },
-        )
         answer = http.post(CHAT, json=echo_body(user="ada"), headers={"origin": page})
-        foreign = http.post(CHAT, json=echo_body(), headers={"origin": "http://evil.example"})
-    assert preflight.status_code == 200
-    assert answer.headers["access-control-allow-origin"] == preflight.headers["access-control-allow-origin"] == page
     exposed = set(answer.headers["access-control-expose-headers"].lower().split(", "))
     own = {name for name in answer.headers if name.startswith("x-")} - {"x-content-type-options"}
     assert {"x-request-id", "x-lmx-lab", "x-lmx-ignored", "x-lmx-recorded"} <= own <= exposed
-    assert foreign.status_code == 403
-    assert "access-control-allow-origin" not in foreign.headers

@@ -157,12 +157,6 @@ def test_a_long_name_is_shortened_in_the_error(http, changes, status, code):
 
 
 @pytest.mark.slow
-def test_a_body_of_20_mb_is_413_and_the_answer_arrives(http):
-    body = echo_body(messages=[{"role": "user", "content": "a" * 20_000_000}])
-    error_of(http.post(PATH, json=body), 413, "body-too-large")
-
-
-@pytest.mark.slow
 def test_a_body_without_a_length_is_limited_too(http):
     pieces = (b"a" * 100_000 for _ in range(100))
     error_of(http.post(PATH, content=pieces, headers=JSON), 413, "body-too-large")

@@ -1,12 +1,14 @@
 """Tests of POST /v1/chat/completions: specification sections 2.2, 2.3 and 4.1."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx2
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from tests.support.asking import ENDLESS, HELLO, chat_body, echo_body, error_of, events
-from tests.support.labs import manager_of, wait_until_idle
+from tests.support.labs import manager_of, serving, wait_until_idle
 from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
@@ -81,6 +83,20 @@ def test_more_choices_than_the_queue_can_ever_hold_are_an_invalid_request(lab, h
     refused = http.post(PATH, json=echo_body(n=5))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
     wait_until_idle(lab)
+
+
+@pytest.mark.long
+def test_64_simultaneous_clients_are_served_by_8_slots(tiny_home):
+    bodies = [chat_body(max_tokens=20, seed=at, temperature=1, ignore_eos=True) for at in range(64)]
+    with (
+        serving(tiny_home, "tiny", slots=8, queue_limit=64) as lab,
+        httpx2.Client(base_url=lab.url, timeout=120) as http,
+        ThreadPoolExecutor(64) as pool,
+    ):
+        answers = [answer.json() for answer in pool.map(lambda body: http.post(PATH, json=body), bodies)]
+        alone = http.post(PATH, json=bodies[0]).json()
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [20] * 64
+    assert alone["choices"] == answers[0]["choices"]
 
 
 def test_logprobs_have_each_token_its_bytes_and_alternatives(http):
@@ -178,10 +194,3 @@ def test_only_programs_on_this_machine_may_name_the_loaded_model_by_its_path(tin
 def test_fields_of_the_format_that_have_no_effect_here_are_accepted(http, extra):
     response = http.post(PATH, json=echo_body(**extra))
     assert response.status_code == 200, response.text
-
-
-def test_every_answer_has_a_request_id(http):
-    ids = {http.get(path).headers["x-request-id"] for path in ("/healthz", "/readyz", "/nope", "/v1/models")}
-    assert len(ids) == 4
-    error = http.post(PATH, json={})
-    assert error.json()["error"]["request_id"] == error.headers["x-request-id"]

@@ -162,7 +162,6 @@ def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(tiny_http,
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"prompt": [1, True]}, "prompt.1"),
         ({"prompt": [1, 99999]}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),

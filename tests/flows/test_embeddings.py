@@ -17,7 +17,6 @@ from hypothesis.extra import numpy as arrays
 from openai import OpenAI
 
 from lmx_lab.engine import Caller, EmbeddingRequest, Embeddings
-from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, embedding_list, embedding_request
 from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EmbeddingsBody
@@ -192,8 +191,6 @@ def test_requests_are_counted_in_the_metrics(http):
         ({"model": ""}, "model"),
         ({"model": None}, "model"),
         ({"input": []}, "input"),
-        ({"input": None}, "input"),
-        ({"input": 5}, "input"),
         ({"input": [1.5]}, "input.0"),
         ({"input": [True]}, "input.0"),
         ({"input": ["a", 1]}, "input.1"),
@@ -275,19 +272,12 @@ def test_values_that_are_not_finite_are_an_error_that_is_reported_once(tmp_path,
     ]
 
 
-def test_the_method_of_the_lab_accepts_all_collections_of_texts(quick_lab):
+def test_the_method_of_the_lab_returns_a_vector_or_a_row_for_each_text(quick_lab):
     both = quick_lab.embed([SEA, BREAD])
     assert (both.shape, both.dtype) == ((2, 384), np.float32)
     assert np.allclose(quick_lab.embed(SEA), both[0], atol=1e-5)
-    assert np.allclose(quick_lab.embed(np.array([SEA, BREAD])), both, atol=1e-5)
-    assert quick_lab.embed((text for text in (SEA,)), dimensions=8).shape == (1, 8)
+    assert quick_lab.embed([SEA], dimensions=8).shape == (1, 8)
     assert quick_lab.embed("word " * 200_000, truncate=True).shape == (384,)
-
-
-@pytest.mark.parametrize("wrong", [[], None, [None], 5, b"text", [SEA, 1]])
-def test_the_method_of_the_lab_has_the_errors_of_the_route(quick_lab, wrong):
-    with pytest.raises(InvalidRequestError):
-        quick_lab.embed(wrong)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from openai import OpenAI
 from lmx_lab.http import Limits
 from tests.support.asking import ENDLESS, SEA, chat_body, echo_body
 from tests.support.labs import PACE, serving, wait_until_idle, watching
+from tests.support.models import write_tiny_llama
 from tests.support.waiting import until
 
 PATH = "/v1/chat/completions"
@@ -49,9 +50,10 @@ def test_a_deleted_stream_of_a_lab_is_reported_too(echo_home):
     assert seen[0]["finish_reason"] == "cancelled"
 
 
-def test_a_client_that_waits_receives_comments(long_home):
+def test_a_client_that_waits_receives_comments(smollm2, tmp_path):
+    write_tiny_llama(tmp_path / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
     long = [{"role": "user", "content": "word " * 3500}]
-    with serving(long_home, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+    with serving(tmp_path, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
         lab.server.services.api.state.limits = Limits(keep_alive_s=0.005)
         body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
         with http.stream("POST", PATH, json=chat_body(model="tiny-long", stream=True, max_tokens=4000)) as running:

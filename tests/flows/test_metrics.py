@@ -3,6 +3,7 @@
 import httpx2
 import pytest
 
+from lmx_lab.engine import memory
 from tests.support.asking import ENDLESS, echo_body
 from tests.support.labs import events_of, scrape, serving
 
@@ -29,14 +30,6 @@ def test_a_refused_request_is_counted_with_its_code_and_without_its_model_name(f
     assert "no-such-model" not in fresh_http.get("/metrics").text
 
 
-def test_a_cancelled_request_is_counted(fresh_http):
-    with fresh_http.stream("POST", CHAT, json=echo_body(stream=True, **ENDLESS)) as response:
-        next(response.iter_text())
-    while "requests_total{code=,kind=chat,outcome=cancelled}" not in (figures := scrape(fresh_http)):
-        assert figures.get("requests_total{code=,kind=chat,outcome=length}", 0) == 0
-    assert figures["requests_total{code=,kind=chat,outcome=cancelled}"] == 1
-
-
 def test_openmetrics_is_used_if_the_client_accepts_it(http):
     response = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
@@ -44,6 +37,27 @@ def test_openmetrics_is_used_if_the_client_accepts_it(http):
     # A header that is no valid text is ignored.
     invalid = "application/openmetrics-text;version=é".encode()
     assert http.get("/metrics", headers=[(b"accept", invalid)]).headers["content-type"].startswith("text/plain")
+
+
+def test_a_shortage_of_memory_is_reported_while_it_lasts(echo_home, monkeypatch):
+    reasons = [None]
+    monkeypatch.setattr(memory, "pressure_reason", lambda **_: reasons[-1])
+    with serving(echo_home, "echo") as lab, httpx2.Client(base_url=lab.url, timeout=30) as http:
+        before = scrape(http)
+        assert (before["memory_pressure"], before["memory_limit_bytes"] > before["memory_footprint_bytes"] > 0) == (
+            0,
+            True,
+        )
+        with events_of(lab, "pressure") as events:
+            changes = (event for event in events if event["type"] == "pressure")
+            reasons.append("0.01 GB of the container's 1.00 GB are free")
+            begin, during = next(changes), scrape(http)
+            reasons.append(None)
+            end = next(changes)
+        assert (begin["active"], begin["reason"]) == (True, "0.01 GB of the container's 1.00 GB are free")
+        assert (during["memory_pressure"], during["memory_limit_bytes"] < before["memory_limit_bytes"]) == (1, True)
+        assert (end["active"], end["reason"], end["limit_bytes"] > begin["limit_bytes"]) == (False, None, True)
+        assert scrape(http)["memory_pressure"] == 0
 
 
 def test_an_idle_unload_is_reported_by_events_and_readiness(echo_home):

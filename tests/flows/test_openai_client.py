@@ -51,31 +51,12 @@ def test_the_real_model_knows_paris_and_a_stream_has_the_same_text(real):
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_16_stop_strings_are_accepted(real):
-    fields = {"model": "default", "messages": FRANCE, "temperature": 0, "max_tokens": 30}
-    stops = [f"zz{number}" for number in range(15)] + ["Paris"]
-    (choice,) = real.chat.completions.create(**fields, stop=stops).choices
-    assert (choice.message.content, choice.finish_reason) == ("The capital of France is ", "stop")
-
-
-def complete(client, prompt, **parameters):
-    return client.completions.create(model=MODEL, prompt=prompt, temperature=0, **parameters)
-
-
-def test_completions_continue_the_prompt(real):
-    answer = complete(real, ["The capital of France is", "Two plus two is"], max_tokens=4, echo=True)
-    assert answer.choices[0].text.startswith("The capital of France is Paris")
-    assert answer.choices[1].text.startswith("Two plus two is")
-    pieces = real.completions.create(model=MODEL, prompt="One, two,", temperature=0, max_tokens=4, stream=True)
-    streamed = "".join(piece.choices[0].text for piece in pieces)
-    assert streamed == complete(real, "One, two,", max_tokens=4).choices[0].text
-
-
 def test_an_echo_scores_likely_texts_higher(real):
     scores = []
     for end in (" Paris", " banana"):
         prompt = "The capital of France is" + end
-        logprobs = complete(real, prompt, max_tokens=0, echo=True, logprobs=1).choices[0].logprobs
+        answer = real.completions.create(model=MODEL, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+        logprobs = answer.choices[0].logprobs
         assert logprobs.tokens is not None
         assert "".join(logprobs.tokens) == prompt
         assert logprobs.token_logprobs[0] is None
@@ -182,51 +163,18 @@ def test_the_helper_of_the_client_parses_the_arguments(echo):
     assert parsed.choices[0].message.tool_calls
 
 
-def answered(messages, answer):
-    """Return the history with the answer, as openai-python dumps it, and with the results of its calls."""
-    message = answer.choices[0].message
-    results = [
-        {"role": "tool", "tool_call_id": call.id, "content": json.dumps({**check_call(call), "temperature": 21})}
-        for call in message.tool_calls or []
-    ]
-    return [*messages, message.model_dump(), *results]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("last", ["none", "auto"])
 def test_a_loop_with_a_forced_call_ends_in_an_answer_from_the_result(real, last):
     tools = TOOLS[:1]
     called = ask(real, tools=tools, tool_choice="required", parallel_tool_calls=False)
-    history = answered(TEMPERATURE, called)
-    assert [message["role"] for message in history] == ["user", "assistant", "tool"]
-    final = ask(real, messages=history, tools=tools, tool_choice=last)
+    call = only_call(called)
+    result = json.dumps({**check_call(call), "temperature": 21})
+    history = [called.choices[0].message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": result}]
+    final = ask(real, messages=[*TEMPERATURE, *history], tools=tools, tool_choice=last)
     assert final.choices[0].finish_reason == "stop"
     assert "21" in (final.choices[0].message.content or "")
     assert final.choices[0].message.tool_calls is None
-
-
-@pytest.mark.long
-def test_a_loop_with_a_free_choice_calls_and_then_answers(real):
-    """A small model seldom calls a tool by itself, so eight answers are requested until one has a call."""
-    arguments = {"city": "Rome", "unit": "celsius"}
-    call = json.dumps({"name": "get_weather", "arguments": arguments})
-    messages = [{"role": "user", "content": f"Answer with <tool_call>\n{call}\n</tool_call>"}]
-    fields = {"tools": TOOLS[:1], "parallel_tool_calls": False, "max_tokens": 45}
-    called = None
-    for seed in range(2, 8):
-        answer = ask(real, messages=messages, **fields, temperature=0.7, n=8, seed=seed)
-        for choice in answer.choices:
-            assert choice.finish_reason != "tool_calls" or choice.message.tool_calls
-            assert choice.finish_reason != "stop" or not choice.message.tool_calls
-        called = next((choice for choice in answer.choices if choice.finish_reason == "tool_calls"), None)
-        if called is not None:
-            break
-    assert called is not None
-    history = answered(messages, answer.model_copy(update={"choices": [called]}))
-    assert json.loads(history[-1]["content"])["city"]
-    final = ask(real, messages=history, tools=TOOLS[:1], tool_choice="auto").choices[0]
-    assert final.finish_reason in {"stop", "length"}
-    assert final.message.content
 
 
 @pytest.mark.slow

@@ -19,12 +19,6 @@ def lab(three_home):
         yield lab
 
 
-@pytest.fixture
-def http(lab):
-    with httpx2.Client(base_url=lab.url, timeout=60) as client:
-        yield client
-
-
 def models_by_id(http):
     return {model["id"]: model for model in http.get("/admin/models").json()["models"]}
 
@@ -89,19 +83,13 @@ def test_launch_pins_models_and_running_the_cell_again_changes_nothing(three_hom
         assert [model.id for model in lab.models() if model.pinned] == ["tiny-embedder"]
 
 
-@pytest.mark.anyio
-async def test_a_lab_on_the_kernels_loop_pins_models(three_home):
-    async with Lab(Settings(home=three_home, port=0, embedder="tiny-embedder")) as lab:
-        assert (await lab.aembed("a cat")).shape == (32,)
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "part"),
     [
         (
             {"embedder": "tiny"},
             UnusableModelError,
-            "tiny is a chat model; only embedding models and rerankers can be pinned",
+            "tiny is a chat model; an embedding model is needed here: load it as the main model",
         ),
         ({"embedder": "tiny-reranker"}, UnusableModelError, "is a reranker"),
         (

@@ -2,7 +2,6 @@
 
 import json
 
-import httpx2
 import pytest
 from openai import OpenAI
 
@@ -21,15 +20,9 @@ CALL = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
 
 
 @pytest.fixture(scope="module")
-def thinking_lab(thinker_home):
+def lab(thinker_home):
     with serving(thinker_home, "thinker", slots=4) as lab:
         yield lab
-
-
-@pytest.fixture
-def http(thinking_lab):
-    with httpx2.Client(base_url=thinking_lab.url, timeout=60) as client:
-        yield client
 
 
 def ask(http, **changes):
@@ -76,9 +69,9 @@ def test_the_reasoning_effort_is_passed_to_the_template(http):
     assert ask(http, **kwargs, reasoning_effort="high")[0]["message"] == texts["low"]
 
 
-def test_reasoning_in_the_history_is_passed_to_the_template(thinking_lab):
+def test_reasoning_in_the_history_is_passed_to_the_template(lab):
     fields = {"model": "thinker", "temperature": 0, "max_tokens": 60, "extra_body": THINKING}
-    with OpenAI(base_url=f"{thinking_lab.url}/v1", api_key="anything", max_retries=0) as client:
+    with OpenAI(base_url=f"{lab.url}/v1", api_key="anything", max_retries=0) as client:
         message = client.chat.completions.create(messages=HELLO, **fields, **CALL).choices[0].message
         (call,) = message.tool_calls or []
         result = {"role": "tool", "tool_call_id": call.id, "content": "seen"}

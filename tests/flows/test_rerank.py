@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from lmx_lab.engine import Caller, Ranking, RerankRequest
-from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.errors import NotLoadedError
 from lmx_lab.server.rerank import rerank_request, rerank_results, text_ranks
 from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.wire.embeddings import INPUT_LIMIT
@@ -206,23 +206,3 @@ def test_a_chat_model_does_not_rank(tiny_lab):
         error_of(http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS}), 503, "no-model-loaded")
     with pytest.raises(NotLoadedError):
         tiny_lab.rerank(QUERY, DOCUMENTS)
-
-
-def test_the_method_of_the_lab_returns_rows_and_a_data_frame(quick_lab):
-    ranked = quick_lab.rerank(QUERY, DOCUMENTS, top_n=2)
-    assert (len(ranked), ranked[0].rank, ranked[0].index) == (2, 1, 1)
-    assert (ranked.method, ranked.model) == ("cosine", MODEL)
-    assert list(ranked.df["document"]) == [row.document for row in ranked]
-    assert DOCUMENTS[1] in repr(ranked)
-    from_column = quick_lab.rerank(QUERY, ranked.df["document"])
-    assert [row.document for row in from_column] == [row.document for row in ranked]
-    assert quick_lab.rerank(QUERY, np.array(DOCUMENTS))[0].index == 1
-
-
-@pytest.mark.parametrize(
-    ("query", "documents", "top_n"),
-    [("", DOCUMENTS, None), (QUERY, [], None), (QUERY, "one", None), (QUERY, None, None), (QUERY, DOCUMENTS, 0)],
-)
-def test_the_method_of_the_lab_has_the_errors_of_the_route(quick_lab, query, documents, top_n):
-    with pytest.raises(InvalidRequestError):
-        quick_lab.rerank(query, documents, top_n=top_n)

@@ -117,15 +117,9 @@ def refusal(http, **changes):
     ("schema", "expected"),
     [
         ({"$ref": "file:///etc/passwd"}, "file:///etc/passwd"),
-        ({"$ref": "#/$defs/nowhere"}, "nowhere"),
-        ({"uniqueItems": True}, "uniqueItems"),
-        ({"not": {}}, "not"),
         ({"type": "string", "format": "colour"}, "colour"),
         ({"type": "string", "pattern": "("}, "("),
-        ({"type": "colour"}, "colour"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-        ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum"),
-        (False, "false"),
     ],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(http, schema, expected):

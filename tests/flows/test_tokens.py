@@ -44,9 +44,6 @@ def test_a_chat_is_tokenized_as_its_template_writes_it(http):
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
-        ("/tokenize", {}, 400, None),
-        ("/tokenize", {"content": "a", "prompt": "a"}, 400, None),
-        ("/tokenize", {"content": "a", "messages": HELLO}, 400, None),
         ("/tokenize", {"content": "a", "parse_special": False}, 400, "parse_special"),
         ("/tokenize", {"content": "a", "model": "none"}, 404, "model"),
         ("/tokenize", {"messages": HELLO, "add_generation_prompt": False}, 400, "add_generation_prompt"),
@@ -61,6 +58,18 @@ def test_a_chat_is_tokenized_as_its_template_writes_it(http):
 def test_invalid_requests_are_refused(http, path, body, status, param):
     error = error_of(http.post(path, json=body), status, "invalid-request" if status == 400 else "model-not-found")
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"content": "a", "prompt": "b", "messages": HELLO}, "has content and prompt and messages; send only one"),
+        ({}, "has neither content nor prompt nor messages; send one of them"),
+    ],
+)
+def test_one_input_is_tokenized(http, body, problem):
+    error = error_of(http.post("/tokenize", json=body), 400, "invalid-request")
+    assert (error["param"], problem in error["message"]) == (None, True)
 
 
 def test_a_text_that_is_far_too_long_is_refused(http):

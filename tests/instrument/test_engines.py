@@ -11,7 +11,6 @@ from tests.support.labs import serving
 from tests.support.panels import Reader
 
 pytestmark = pytest.mark.slow
-TEXT = "<|im_start|>user\nHi \N{GRINNING FACE} 你好<|im_end|>\n<|im_start|>assistant\nThe sea is wide."
 """Text with special tokens, one of which ends answers, and with characters of several tokens."""
 
 

@@ -1,7 +1,6 @@
 """Probes of the layers: their accuracy, where activations are kept, and what is refused."""
 
 import shutil
-import sys
 import types
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lmx_lab.errors import InvalidRequestError, MissingPackageError, NotLoadedError, StorageFullError
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, StorageFullError
 from lmx_lab.instrument import probes
 from lmx_lab.instrument.probes import LayerActivations, ProbeRun
 from lmx_lab.values.tensors import decode_tensors
@@ -232,9 +231,3 @@ def test_errors_name_the_text_and_the_layers(lab):
         probe.activations.of(0)
     with pytest.raises(InvalidRequestError, match="seed is 'x'"):
         probe.control("x")
-
-
-def test_without_scikit_learn_the_error_names_it(lab, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.pipeline", None)
-    with pytest.raises(MissingPackageError, match=r"probe needs scikit-learn, .*: pip install 'lmx-lab\[lab\]'"):
-        lab.probe(TEXTS, LABELS)

@@ -88,14 +88,6 @@ def test_changed_arguments_restart_in_place_on_the_same_port(lab):
     assert healthz(lab.port) == 200
 
 
-def test_a_taken_port_is_an_error_in_the_cell_and_the_lab_keeps_running(lab):
-    lab.run("import socket; other = socket.create_server(('127.0.0.1', 0))")
-    output = lab.fail("lmx_lab.launch(port=other.getsockname()[1])")
-    assert (output.error, "another program" in output.message) == ("PortTakenError", True)
-    assert healthz(lab.port) == 200
-    assert lab.run("other.close(); print(lab.chat(hi, max_tokens=1).usage.completion_tokens)") == "1"
-
-
 @pytest.mark.parametrize("form", ["{}", "await {}", "async with {}: pass"])
 def test_a_launch_that_cannot_load_its_model_leaves_the_lab_as_it_is(lab, form):
     lab.run("stream = iter(lab.chat(hi, stream=True)); first = next(stream); before = lab.server.engine.main")
@@ -182,17 +174,6 @@ def test_the_verbs_work_blocking(lab):
     assert lab.run("print(lab.chat(hi, max_tokens=3, temperature=0).usage.completion_tokens)") == "3"
     assert lab.run("s = lab.chat(hi, stream=True, max_tokens=9); print(''.join(s) == s.reply.text)") == "True"
     assert lab.run("print(lab.unload() >= 0, lab.server.engine.snapshot.model)") == "True None"
-
-
-def test_the_verbs_work_awaited(lab):
-    lab.run("await lab.aunload()")
-    assert lab.run("print((await lab.aload('echo')).model, len(await lab.amodels()) >= 2)") == "echo True"
-    assert lab.run("print((await lab.achat(hi, max_tokens=3)).usage.completion_tokens)") == "3"
-    assert lab.run("""
-        stream = await lab.astream(hi, max_tokens=9)
-        print(''.join([piece async for piece in stream]) == stream.reply.text)
-    """) == "True"  # fmt: skip
-    assert lab.run("print(await lab.aunload() >= 0, lab.server.engine.snapshot.model)") == "True None"
 
 
 def test_leaving_a_stream_early_frees_its_slot(lab):
@@ -325,19 +306,6 @@ def test_a_restarted_kernel_gets_its_port_back(fresh_notebook, mode):
     fresh_notebook.client.wait_for_ready(timeout=60)
     assert fresh_notebook.run(launch.format(port=port)) == str(port)
     assert healthz(port) == 200
-
-
-@pytest.mark.long
-def test_the_real_model_answers_in_a_kernel_that_then_ends_with_zero(starter_home):
-    notebook = Notebook(starter_home)
-    try:
-        notebook.run("import lmx_lab; lab = lmx_lab.launch('smollm2-135m', port=0)")
-        text = notebook.run("print(lab.chat('Which city is the capital of France?', max_tokens=8, temperature=0).text)")
-        assert "Paris" in text
-        notebook.manager.shutdown_kernel()
-        assert notebook.process.wait(60) == 0
-    finally:
-        notebook.close()
 
 
 # --- how answers are displayed

@@ -94,13 +94,6 @@ def test_other_clients_are_answered_while_an_offloaded_cell_is_busy(port, notebo
     assert cell.value == {"text/plain": "'go'"}
 
 
-def test_an_offloaded_cell_can_wait_for_its_own_server(port, run):
-    cell = run(
-        "%%offload\nimport urllib.request\nwith urllib.request.urlopen(lab.url + '/healthz') as a: s = a.status\ns"
-    )
-    assert cell.value == {"text/plain": "200"}
-
-
 def test_the_verbs_work_in_an_offloaded_cell(port, run):
     cell = run("%%offload\nlab.load('tiny')\nlab.chat('hi', max_tokens=4).usage.completion_tokens")
     assert cell.error is None
@@ -147,17 +140,6 @@ def test_an_answer_is_streamed_and_then_replaced_by_the_reply(port, run):
     assert cell.kinds[0] == "display_data"
     assert set(cell.kinds[1:streamed]) == {"update_display_data"}
     assert cell.kinds[streamed:] == ["clear_output", "execute_result"]
-
-
-@pytest.mark.long
-def test_an_error_of_the_lab_is_one_line(port, run):
-    assert "GB freed" in run("%lmx unload").text
-    cell = run("%lmx ask What's up?")
-    assert cell.stderr.startswith("UsageError: ")
-    assert "load" in cell.stderr
-    assert cell.error is None
-    assert run("%lmx load tiny").error is None
-    assert run("%lmx ask What's up?").value is not None
 
 
 def test_the_stop_button_ends_an_answer_and_its_text_stays(notebook, port, run):

@@ -1,7 +1,6 @@
 """Test the daemon of a lab: both start and stop together, and the daemon survives a new launch."""
 
 import asyncio
-import socket
 import threading
 from contextlib import aclosing
 
@@ -9,7 +8,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.daemon.home import read_state
-from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError, PortTakenError
+from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError
 from lmx_lab.notebook.daemon import merge_events
 from lmx_lab.settings import Settings
 from tests.support.daemons import client, serving
@@ -157,20 +156,3 @@ def test_an_mcp_server_that_exists_gets_the_given_configuration(options):
 def test_a_remote_lab_has_no_daemon(options):
     with lmx_lab.launch(**options) as lab, lmx_lab.attach(lab.url) as attached:
         assert attached.daemon is None
-
-
-@pytest.mark.slow
-def test_functions_survive_a_launch_that_fails(options):
-    lab = lmx_lab.launch(**options)
-
-    @lab.daemon.tool
-    def now() -> str:
-        return "noon"
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(PortTakenError):
-            lmx_lab.launch(slots=2, **{**options, "daemon_port": taken.getsockname()[1]})
-    again = lmx_lab.launch(slots=2, **options)
-    assert [tool.name for tool in again.daemon.tools.list_tools()] == ["now"]

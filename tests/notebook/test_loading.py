@@ -75,11 +75,8 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(lab, server, capfd):
     [
         {"context_length": True},
         {"context_length": "4096"},
-        {"context_length": 0},
-        {"context_length": 4096.5},
         {"deterministic": 1},
         {"engine": "metal"},
-        {"kv_cache_dtype": "q5_0"},
         {"draft": ""},
         {"wait": "yes"},
     ],

@@ -16,7 +16,6 @@ from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec, ModelEvent
 from tests.support.asking import HELLO
-from tests.support.engines import unload_when_idle_for
 from tests.support.labs import manager_of, read_answer
 from tests.support.models import write_tiny_bert
 from tests.support.panels import Reader
@@ -157,10 +156,9 @@ def delay_loads(lab, monkeypatch):
 
 async def make_idle(lab, model):
     """Load a model, and let it be unloaded because it is idle."""
-    await lab.aload(model)
-    await unload_when_idle_for(manager_of(lab), 0.001)
+    report = await lab.aload(model)
+    await lab.akeep(report.model, ttl_s=0)
     await auntil(lambda: manager_of(lab).snapshot.model is None and manager_of(lab).snapshot.unload_cause == "idle")
-    await unload_when_idle_for(manager_of(lab), None)
 
 
 def short_answer(lab):

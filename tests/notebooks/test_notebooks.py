@@ -109,6 +109,8 @@ def test_a_notebook_runs_from_top_to_bottom(path, starter_home, smollm2_gguf, tm
     shown = outputs_of(notebook, starter_home, tmp_path)
     assert any(WIDGET_VIEW in output.get("data", ()) for output in shown)
     assert (tmp_path / "run.html").exists() == (path.stem == "02_metrics")
+    # The model has called a function, which was permitted.
+    assert any("weather: ok: " in output.get("text", "") for output in shown) == (path.stem == "04_daemon")
 
 
 @pytest.mark.parametrize("stem", SMALL)

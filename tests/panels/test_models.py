@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -120,10 +121,10 @@ def test_each_model_in_memory_has_a_row(reader, backend):
     backend.set_state(model="tiny", others=("mini", "big"))
     backend.measured = server_sample(1.0, memory_total_gb=16.0)
     backend.records = [
-        record("big", loaded=True, vram_gb=4.0, ttl_s=90.0, idle_s=200.0),
-        record("mini", loaded=True, vram_gb=0.5, pinned=True, idle_s=7300.0),
+        record("big", loaded=True, vram_gb=4.0, ttl_s=90.0, idle_since=time.time() - 200.0),
+        record("mini", loaded=True, vram_gb=0.5, pinned=True, idle_since=time.time() - 7300.0),
         record("other"),
-        record("tiny", loaded=True, vram_gb=0.01, main=True, ttl_s=3600.0, idle_s=10.0),
+        record("tiny", loaded=True, vram_gb=0.01, main=True, ttl_s=3600.0, idle_since=time.time() - 10.0),
     ]
     reader.ask("refresh")
     reader.until(lambda panel: len(panel.resident) == 3 and panel.resident[0]["fraction"])
@@ -169,7 +170,7 @@ def test_each_model_in_memory_has_a_row(reader, backend):
 
 def test_a_row_says_whether_its_model_answers(reader, backend):
     backend.set_state(model="tiny")
-    backend.records = [record("tiny", loaded=True, idle_s=200.0)]
+    backend.records = [record("tiny", loaded=True, idle_since=time.time() - 200.0)]
     reader.ask("refresh")
     reader.until(lambda panel: panel.resident and panel.resident[0]["idle"] == "idle for 3 min")
     assert (reader.panel.resident[0]["memory"], reader.panel.resident[0]["fraction"]) == ("0 kB", None)

@@ -11,7 +11,7 @@ from lmx_lab.engine.texts import TextTokens  # noqa: E402
 from tests.parity.reference import SIZES, build, check, last, mean, padded, save, texts  # noqa: E402
 from tests.support.models import logit_score_files, pooling_files, run  # noqa: E402
 
-MEAN = pooling_files("mean_tokens", normalize=False)
+MEAN, LAST = (pooling_files(pooling, normalize=False) for pooling in ("mean_tokens", "lasttoken"))
 FAMILIES = {
     "bert": (transformers.BertConfig, transformers.BertModel, transformers.BertForSequenceClassification),
     "roberta": (transformers.RobertaConfig, transformers.RobertaModel, transformers.RobertaForSequenceClassification),
@@ -39,34 +39,37 @@ def modern(**changes):
     return transformers.ModernBertConfig(**SIZES | tokens | {"local_attention": 8} | changes)
 
 
+def check_states(folder, model, batch, pool=mean):
+    """Assert that the vectors of a batch are the pooled hidden states of transformers."""
+    inputs = padded(batch, pad=model.config.pad_token_id)
+    with torch.no_grad():
+        # A model with a head returns no hidden states.
+        hidden = getattr(model, "model", model)(**inputs).last_hidden_state
+    loaded = save(folder, model, MEAN if pool is mean else LAST)
+    check(loaded, batch, pool(hidden, inputs["attention_mask"]))
+
+
+def check_logits(folder, model, batch):
+    with torch.no_grad():
+        expected = model(**padded(batch, pad=model.config.pad_token_id)).logits[:, 0].numpy()
+    check(save(folder, model, {}), batch, expected)
+
+
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_equal_those_of_transformers(tmp_path, family, lengths):
-    model = build(FAMILIES[family][1], config(family))
-    loaded, batch = save(tmp_path / "m", model, MEAN), texts(*lengths)
-    inputs = padded(batch, pad=model.config.pad_token_id)
-    with torch.no_grad():
-        hidden = model(**inputs).last_hidden_state
-    check(loaded, batch, mean(hidden, inputs["attention_mask"]))
+    check_states(tmp_path / "m", build(FAMILIES[family][1], config(family)), texts(*lengths))
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"])
 def test_activations_and_sizes_of_the_configuration_are_used(tmp_path, act):
     model = build(transformers.BertModel, config("bert", hidden_act=act, layer_norm_eps=1e-3, type_vocab_size=1))
-    loaded, batch = save(tmp_path / "m", model, MEAN), texts(12, 5)
-    inputs = padded(batch)
-    with torch.no_grad():
-        hidden = model(**inputs).last_hidden_state
-    check(loaded, batch, mean(hidden, inputs["attention_mask"]))
+    check_states(tmp_path / "m", model, texts(12, 5))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_logit_of_a_classifier_equals_that_of_transformers(tmp_path, family):
-    model = build(FAMILIES[family][2], config(family, num_labels=1))
-    loaded, batch = save(tmp_path / "m", model, {}), texts(20, 9, 33)
-    with torch.no_grad():
-        expected = model(**padded(batch, pad=model.config.pad_token_id)).logits[:, 0].numpy()
-    check(loaded, batch, expected)
+    check_logits(tmp_path / "m", build(FAMILIES[family][2], config(family, num_labels=1)), texts(20, 9, 33))
 
 
 def test_the_segments_of_a_pair_are_used(tmp_path):
@@ -103,12 +106,7 @@ def test_a_roberta_text_may_contain_the_padding_token(tmp_path):
     ids=["plain", "biases", "silu", "types"],
 )
 def test_hidden_states_of_modernbert_equal_those_of_transformers(tmp_path, changes, lengths):
-    model = build(transformers.ModernBertModel, modern(**changes))
-    loaded, batch = save(tmp_path / "m", model, MEAN), texts(*lengths)
-    inputs = padded(batch)
-    with torch.no_grad():
-        hidden = model(**inputs).last_hidden_state
-    check(loaded, batch, mean(hidden, inputs["attention_mask"]))
+    check_states(tmp_path / "m", build(transformers.ModernBertModel, modern(**changes)), texts(*lengths))
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
@@ -116,10 +114,7 @@ def test_hidden_states_of_modernbert_equal_those_of_transformers(tmp_path, chang
 def test_the_logit_of_a_modernbert_classifier_equals_that_of_transformers(tmp_path, pooling, changes):
     settings = modern(num_labels=1, classifier_pooling=pooling, **changes)
     model = build(transformers.ModernBertForSequenceClassification, settings)
-    loaded, batch = save(tmp_path / "m", model, {}), texts(40, 9, 33)
-    with torch.no_grad():
-        expected = model(**padded(batch)).logits[:, 0].numpy()
-    check(loaded, batch, expected)
+    check_logits(tmp_path / "m", model, texts(40, 9, 33))
 
 
 def test_the_window_of_modernbert_changes_the_result(tmp_path):
@@ -137,7 +132,6 @@ def test_the_window_of_modernbert_changes_the_result(tmp_path):
 
 # --- decoders as embedders and rerankers
 
-LAST = pooling_files("lasttoken", normalize=False)
 LENGTHS = BATCHES["padded"]
 
 
@@ -149,20 +143,12 @@ def qwen3(kind="Qwen3", **changes):
 @pytest.mark.parametrize("kind", ["Qwen3Model", "Qwen3ForCausalLM", "LlamaModel"])
 def test_the_vector_of_the_last_token_equals_that_of_transformers(tmp_path, kind):
     model = build(getattr(transformers, kind), qwen3(kind.removesuffix("Model").removesuffix("ForCausalLM")))
-    loaded, batch = save(tmp_path / "m", model, LAST), texts(*LENGTHS)
-    inputs = padded(batch)
-    inner = model.model if kind.endswith("ForCausalLM") else model
-    with torch.no_grad():
-        hidden = inner(**inputs).last_hidden_state
-    check(loaded, batch, last(hidden, inputs["attention_mask"]))
+    check_states(tmp_path / "m", model, texts(*LENGTHS), last)
 
 
 def test_the_score_of_a_qwen3_classifier_equals_that_of_transformers(tmp_path):
     model = build(transformers.Qwen3ForSequenceClassification, qwen3(num_labels=1))
-    loaded, batch = save(tmp_path / "m", model, {}), texts(*LENGTHS)
-    with torch.no_grad():
-        expected = model(**padded(batch)).logits[:, 0].numpy()
-    check(loaded, batch, expected)
+    check_logits(tmp_path / "m", model, texts(*LENGTHS))
 
 
 @pytest.mark.parametrize("tied", [True, False])

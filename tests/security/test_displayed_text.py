@@ -1,6 +1,5 @@
 """Tests that text of models, documents, tools and file names is displayed as text in panels, reports and reprs."""
 
-import html.parser
 import json
 import re
 from base64 import b64decode, b64encode
@@ -13,6 +12,7 @@ from lmx_lab.panels.panel import script, styles
 from tests.support.browser import chromium
 from tests.support.labs import serving
 from tests.support.models import write_tiny_llama
+from tests.support.panels import Page
 
 pytestmark = pytest.mark.slow
 EVIL = (
@@ -70,22 +70,35 @@ def with_html(value):
     return [with_html(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-TURN = {"id": "t1", "role": "assistant", "text": "", "reasoning": "hm", "stats": "1 token", "error": "no"}
+MESSAGE = {"id": 1, "role": "assistant", "text": "", "reasoning": "hm", "stats": "1 token", "error": "no"}
 JOB = {"id": "m", "text": "loading", "detail": "half", "fraction": 0.5, "actions": ["Cancel"]}
+RANKED = {"cells": [1, "0.5", "text", 0, "up"], "change": "up 1", "bar": 0.5, "more": True}
 ANSWER = {
     **{"caption": "all", "model": "m", "text": "", "scored": True, "branches": True},
     "tokens": [["one", "text", -0.5, 1.0, 1, 5, [["two", -1.0, 6]]]],
 }
 ROW = {"id": "answer", "depth": 1, "place": "at 1", "tokens": 3, "logprob": -1.0, "text": "one", "shown": True}
 LANE = {"id": "r-0", "title": "12:00 r", "text": "1 s", "parts": [["decode", 0.0, 50.0, "decode 1 s"]]}
+EVENT = {"id": 1, "kind": "turn.done", "at": "2026", "tone": "good", "session": "s", "text": "done", "batches": 1}
+CALL = {"id": "p", "tool": "t", "session": "s", "arguments": "{}", "omitted": 0, "expires_at": "2026"}
 FULL = {
-    "chat": {"turns": [TURN, {**TURN, "id": "t2", "role": "user"}], "forgotten": "some"},
+    "chat": {
+        "messages": [MESSAGE, {**MESSAGE, "id": 2, "role": "user"}],
+        "live": {**MESSAGE, "id": 3, "status": "1 token"},
+        "removed": "some",
+    },
     "models": {"jobs": [JOB], "error": "failed", "caption": "all", "engines": "two"},
-    "metrics": {"job": "measuring"},
-    "rerank": {"problem": "wrong"},
+    "metrics": {"job": "measuring", "failures": ["wrong"]},
+    "rerank": {"table": {"model": "m", "rows": [RANKED], "caption": "all", "range": "1 of 1"}, "error": "wrong"},
     "lens": {"answer": ANSWER, "branches": [ROW], "error": "wrong"},
     "timeline": {"lanes": [LANE], "problem": "wrong"},
-    "events": {},
+    "events": {
+        "connection": {"state": "live", "text": "live", "place": "here", "error": "wrong"},
+        "frame": {"numbering": 1, "base": 0, "total": 1, "first": 0, "rows": [EVENT], "summary": "one"},
+        "sessions": [{"id": "s", "name": "one", "status": "idle"}],
+        "live": {"id": "s", "name": "one", "status": "running", "activity": "a", "thoughts": "hm", "text": "one"},
+        "permissions": [CALL],
+    },
 }
 
 
@@ -93,6 +106,7 @@ FULL = {
 def test_no_panel_creates_elements_from_text(browser, evil_lab, name):
     panel = evil_lab.panel(name)
     state = {key: value for key, value in panel.get_state().items() if not key.startswith("_") and key != "layout"}
+    assert FULL[name].keys() <= state.keys()
     state |= FULL[name]
     bytes_of = [key for key, value in state.items() if isinstance(value, (bytes, memoryview))]
     sent = {
@@ -109,25 +123,20 @@ def test_no_panel_creates_elements_from_text(browser, evil_lab, name):
     assert (shown["live"], shown["hit"]) == (0, None)
 
 
-class Elements(html.parser.HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def handle_starttag(self, tag, attrs):
-        self.found += [f"{tag} {name}" for name, _ in attrs if name.startswith("on")]
-        self.found += [tag] if tag in LIVE - {"svg"} else []
-        self.found += [f"{tag} {value}" for name, value in attrs if name in ("href", "src") and value]
-
-
 CHART = re.compile(r'<img width="\d+" height="\d+" alt="[^"<>]*" src="data:image/svg\+xml;base64,([\w+/=]+)">')
 
 
 def elements(text):
     """Return the elements of a page that could load or run something. Charts are images, which are searched too."""
-    parser = Elements()
-    parser.feed(CHART.sub("", text))
-    return [*parser.found, *(found for image in CHART.findall(text) for found in elements(b64decode(image).decode()))]
+    found = []
+    for tag, attributes in Page(CHART.sub("", text)).elements:
+        found += [tag] if tag in LIVE - {"svg"} else []
+        found += [
+            f"{tag} {name}={value}"
+            for name, value in attributes.items()
+            if name.startswith("on") or (name in ("href", "src") and value)
+        ]
+    return [*found, *(each for image in CHART.findall(text) for each in elements(b64decode(image).decode()))]
 
 
 def test_reports_and_snapshots_contain_no_elements_from_text(evil_lab, tmp_path):

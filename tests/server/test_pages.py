@@ -16,12 +16,6 @@ ELSEWHERE = re.compile("^https://")
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
 def browser():
     with chromium() as browser:
         yield browser

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import socket
-import sys
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 import lmx_lab
 from lmx_lab.engine import ChatPrompt, GenerationRequest
-from lmx_lab.errors import InvalidRequestError, MissingPackageError, PortTakenError
+from lmx_lab.errors import InvalidRequestError, PortTakenError
 from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.server.telemetry import EXPORTER_LOG, RequestSpans, answer_attributes, content_attributes
 from lmx_lab.settings import Settings
@@ -446,13 +445,6 @@ def test_a_start_whose_port_is_taken_ends_the_exporter_and_another_start_exports
             lab.load("echo")
             chat(lab)
         assert "chat echo" in [span.name for span in target.spans]
-
-
-def test_a_missing_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "lmx_lab.server.telemetry")
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'lmx-lab\[otel\]'"):
-        lmx_lab.Lab(Settings(home=tmp_path, port=0, otel="spans"), loop="thread")
 
 
 def test_nothing_is_exported_by_default(tmp_path, monkeypatch):

@@ -108,7 +108,7 @@ def test_a_daemon_that_is_killed_during_turns(soak, monkeypatch, deletes):
         )
         monkeypatch.setattr(daemons, "Daemon", partial(Daemon, code=delete_early))
         monkeypatch.setattr(daemons, "Limits", partial(Limits, fold_after_s=0.5))
-    check(*daemons.run(replace(soak, kills=2)))
+    check(*daemons.run(replace(soak, kills=2 if deletes else 6)))
 
 
 def test_a_download_that_is_killed(soak, tmp_path):

@@ -169,16 +169,6 @@ async def submit_while_paused(manager: ModelManager, work: Coroutine[Any, Any, T
     return task
 
 
-async def unload_when_idle_for(manager: ModelManager, idle_s: float | None) -> None:
-    """Change the setting of a manager that is running."""
-    manager.settings = replace(manager.settings, idle_unload_s=idle_s)
-
-    async def change() -> None:
-        manager._set_idle_timer()
-
-    await manager._run(change)
-
-
 async def fail_next_step(manager: ModelManager, exc: BaseException) -> None:
     """Make the next forward pass raise an error."""
 

@@ -54,9 +54,21 @@ def in_memory(main: ModelEntry | None, *pinned: ModelEntry, **numbers: Any) -> E
 TINY_CONTEXT = 512
 
 
-def write_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int, context: int = TINY_CONTEXT) -> None:
-    """Write a fast llama with 2 layers, width 32 and random float32 weights, whose text is meaningless."""
-    width, hidden, heads, vocabulary = 32, 64, 2, 49152
+def write_tiny_llama(
+    folder: Path,
+    tokenizer_from: Path,
+    *,
+    seed: int,
+    context: int = TINY_CONTEXT,
+    heads: int = 2,
+    head_size: int = 16,
+) -> None:
+    """Write a fast llama with 2 layers, width 32 and random float32 weights, whose text is meaningless.
+
+    Args:
+        heads, head_size: The KV cache of a token has 16 bytes for each number of these heads.
+    """
+    width, hidden, vocabulary = 32, 64, 49152
     random = np.random.default_rng(seed)
 
     def weight(*shape: int) -> npt.NDArray[np.float32]:
@@ -64,8 +76,9 @@ def write_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int, context: 
 
     weights = {"model.embed_tokens.weight": weight(vocabulary, width), "model.norm.weight": np.ones(width, np.float32)}
     for layer in (f"model.layers.{i}" for i in range(2)):
-        for name in ("q", "k", "v", "o"):
-            weights[f"{layer}.self_attn.{name}_proj.weight"] = weight(width, width)
+        for name in ("q", "k", "v"):
+            weights[f"{layer}.self_attn.{name}_proj.weight"] = weight(heads * head_size, width)
+        weights[f"{layer}.self_attn.o_proj.weight"] = weight(width, heads * head_size)
         weights[f"{layer}.mlp.gate_proj.weight"] = weight(hidden, width)
         weights[f"{layer}.mlp.up_proj.weight"] = weight(hidden, width)
         weights[f"{layer}.mlp.down_proj.weight"] = weight(width, hidden)
@@ -81,6 +94,7 @@ def write_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int, context: 
         "num_hidden_layers": 2,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
+        "head_dim": head_size,
         "rms_norm_eps": 1e-5,
         "vocab_size": vocabulary,
         "max_position_embeddings": context,

@@ -104,6 +104,9 @@ def test_requests_have_the_options_of_a_load():
         ({"model": "tiny", "context_length": "5"}, "context_length: Input should be a valid integer (given: '5')"),
         ({"model": "tiny", "context_length": 0}, "context_length: Input should be greater than or equal to 1"),
         ({"model": "tiny", "dtype": "float16"}, "dtype: is not a field of this request"),
+        ({"model": "tiny", "engine": "vllm"}, "engine: Input should be 'auto', 'mlx' or 'llama.cpp' (given: 'vllm')"),
+        ({"model": "tiny", "kv_cache_dtype": "q3_0"}, "kv_cache_dtype: Input should be "),
+        ({}, "model: Field required"),
         (dict.fromkeys(map(str, range(300)), 1), "body: has 300 members, the limit is 256; send only"),
     ],
 )

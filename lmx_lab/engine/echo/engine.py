@@ -29,7 +29,7 @@ from lmx_lab.engine.echo.model import (
 )
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, Script, ScriptAnswer, read_script
 from lmx_lab.engine.grammar.compile import GrammarCompiler
-from lmx_lab.engine.memory import limit_bytes, total_bytes
+from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
 from lmx_lab.engine.preparer import Tokenizer, ends_answer
 from lmx_lab.engine.requests import (
@@ -527,7 +527,12 @@ class EchoEngine:
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
         self._host = host
-        self.memory = EngineMemory(total=total_bytes(), limit=limit_bytes(settings.memory_limit_bytes))
+        self._total_bytes = total_bytes()
+
+    @property
+    def memory(self) -> EngineMemory:
+        """See ``Engine``."""
+        return EngineMemory(total=self._total_bytes, limit=self._host.budget.limit_bytes)
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """See ``Engine``."""

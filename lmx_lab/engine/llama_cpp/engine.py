@@ -31,7 +31,7 @@ from lmx_lab.engine.llama_cpp.process import (
 )
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
-from lmx_lab.engine.memory import default_threads, limit_bytes, prefix_cache_bytes, total_bytes
+from lmx_lab.engine.memory import default_threads, prefix_cache_bytes, total_bytes
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings
 from lmx_lab.engine.texts import TextJob, TextTokens
@@ -129,6 +129,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
         self._slot_files = slot_files
         self._pair_overhead_tokens = pair_overhead_tokens
         self._memory_bytes = self._process.memory_bytes
+        host.budget.add_process(self._used_bytes)
         """When texts last arrived or were computed (``time.perf_counter``)."""
         self._encoding = asyncio.Lock()
         """Locked while one slice of texts is computed."""
@@ -141,6 +142,9 @@ class LlamaModel(LoadedModel[AnswerReader]):
     @property
     def memory_bytes(self) -> int:
         """See ``LoadedModel``."""
+        return self._memory_bytes
+
+    def _used_bytes(self) -> int:
         return self._memory_bytes
 
     @property
@@ -187,6 +191,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
 
     async def _release(self, error: LabError) -> None:
         """End the requests and the process. Idempotent."""
+        self._host.budget.remove_process(self._used_bytes)
         if self._slots is not None:
             await self._slots.close(error)
         await self._jobs.end(error)
@@ -318,7 +323,12 @@ class LlamaCppEngine:
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings
         self._host = host
-        self.memory = EngineMemory(total=total_bytes(), limit=limit_bytes(settings.memory_limit_bytes))
+        self._total_bytes = total_bytes()
+
+    @property
+    def memory(self) -> EngineMemory:
+        """See ``Engine``."""
+        return EngineMemory(total=self._total_bytes, limit=self._host.budget.limit_bytes)
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """See ``Engine``."""
@@ -337,7 +347,7 @@ class LlamaCppEngine:
 
     async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LlamaModel:
         """See ``Engine``. Starts a process with the model, and reads the properties of the model from it."""
-        settings = self._settings
+        settings, budget = self._settings, self._host.budget
         header = await in_thread(functools.partial(read_gguf, entry.path))
         draft = await in_thread(functools.partial(read_draft, entry))
         plan = plan_context(entry, header, slots=settings.slots, limit_bytes=room_bytes, spec=spec, draft=draft)
@@ -351,7 +361,15 @@ class LlamaCppEngine:
         allowed = min(room_bytes, round(plan.bytes * PLAN_FACTOR))
         max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, room_bytes) + EXTRA_BYTES)
         environ = {**llama_environ(os.environ), **SLOT_TEXTS}
-        process = await LlamaProcess.start(entry.path, fields, environ=environ, max_bytes=max_bytes)
+        # The weights are mapped from the file, and the system can drop them.
+        budget.require_free(plan.bytes - entry.load_bytes, entry.id)
+        process = await LlamaProcess.start(
+            entry.path,
+            fields,
+            environ=environ,
+            max_bytes=max_bytes,
+            free_bytes=lambda: budget.machine_free_bytes,
+        )
         try:
             connection = LlamaConnection(process.socket, process.api_key)
             (known,) = (await connection.get("/v1/models"))["data"]

@@ -14,12 +14,13 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from lmx_lab.engine.memory import HEADROOM_BYTES, free_bytes
 from lmx_lab.errors import EngineDeadError, EngineError, OutOfMemoryError, UnusableModelError
 from lmx_lab.extras import install_command
 from lmx_lab.settings import without_secrets
@@ -90,7 +91,15 @@ def llama_environ(environ: Mapping[str, str]) -> dict[str, str]:
 class LlamaProcess:
     """A process with one model; created by ``start``."""
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: Path, api_key: str, *, max_bytes: int) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        folder: Path,
+        api_key: str,
+        *,
+        max_bytes: int,
+        free_bytes: Callable[[], int],
+    ) -> None:
         self._process = process
         self.folder = folder
         """The private folder of the process, in which it saves slots."""
@@ -106,6 +115,9 @@ class LlamaProcess:
         """Whether the process was ended because of a single request."""
         self._watching = asyncio.create_task(self._watch(), name="lmx-lab llama.cpp process")
         self._max_bytes = max_bytes
+        self._free_bytes = free_bytes
+        self._is_ready = False
+        """Whether the model is loaded."""
         self._limiting = asyncio.create_task(self._limit_memory(), name="lmx-lab llama.cpp memory")
 
     @property
@@ -115,13 +127,20 @@ class LlamaProcess:
 
     @classmethod
     async def start(
-        cls, path: Path, fields: Mapping[str, Any], *, environ: Mapping[str, str], max_bytes: int
+        cls,
+        path: Path,
+        fields: Mapping[str, Any],
+        *,
+        environ: Mapping[str, str],
+        max_bytes: int,
+        free_bytes: Callable[[], int] = free_bytes,
     ) -> LlamaProcess:
         """Start a process and load a model in it; return the process when it answers requests.
 
         Args:
             fields: Fields of ``CommonParams``, by name.
             environ: Variables to add to the environment.
+            free_bytes: Returns how much memory the machine still has. A load is ended if other programs take it.
             max_bytes: Limit of the memory that is not mapped from files. A process that exceeds it is ended. On systems
                 that enforce memory limits of processes, it cannot allocate much more.
 
@@ -153,7 +172,7 @@ class LlamaProcess:
             if isinstance(exc, OSError):
                 raise UnusableModelError(f"no process could be started for {path}: {exc}; try again") from exc
             raise
-        started = cls(process, folder, secrets.token_urlsafe(24), max_bytes=max_bytes)
+        started = cls(process, folder, secrets.token_urlsafe(24), max_bytes=max_bytes, free_bytes=free_bytes)
         try:
             await started._load(path, fields)
         except BaseException:
@@ -181,6 +200,7 @@ class LlamaProcess:
         if ready and self.own_bytes > self._max_bytes:
             await self._end_for_memory()
             ready = False
+        self._is_ready = ready
         if not ready:
             await self._process.wait()
             await self._reading
@@ -196,7 +216,13 @@ class LlamaProcess:
 
         A chat template is a program, which llama.cpp runs while it loads and for each answer.
         """
-        while self.own_bytes <= self._max_bytes:  # noqa: ASYNC110 - the system sends no notification
+        while self.own_bytes <= self._max_bytes:
+            if not self._is_ready and (free := self._free_bytes()) < HEADROOM_BYTES:
+                await self.kill_with_reason(
+                    f"out of memory: {free / 1e9:.2f} GB were free on this machine or in this container when it used "
+                    f"{self.own_bytes / 1e9:.2f} GB; end other programs"
+                )
+                return
             await asyncio.sleep(MEASURE_S)
         await self._end_for_memory()
 

@@ -480,7 +480,8 @@ class Batch:
 
     def _store_prefix(self, layers: Sequence[Any], tokens: Sequence[int], variant: str) -> None:
         # Evaluating the cache of a batch is a copy, which is made only if it may be stored.
-        if self.prefixes.limit_bytes and len(tokens) >= MIN_TOKENS:
+        # The size is known before the copy is made.
+        if len(tokens) >= MIN_TOKENS and 0 < KvState(layers).nbytes <= self.prefixes.limit_bytes:
             state = KvState.evaluated(layers)
             # The files have no variants.
             if self.prefixes.store(tokens, state, variant) and self._disk is not None and not variant:

@@ -138,7 +138,8 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
     """Computes the texts of all encoders: jobs in turn, one batch each. Runs on the engine thread.
 
     Args:
-        used_bytes: Returns how much of the memory limit all models and requests use now, on all engines.
+        limit_bytes: Returns how much memory all models and requests may use now, on all engines.
+        used_bytes: Returns how much they use now.
         make_room: Called with the number of bytes that a batch needs beyond the memory limit; frees cached memory.
         note_peak: Called with the peak memory of each batch.
         max_tokens: Number of tokens of all requests together. Python stores a token in about 40 bytes.
@@ -148,7 +149,7 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
         self,
         threads: ThreadChoice,
         *,
-        limit_bytes: int,
+        limit_bytes: Callable[[], int],
         used_bytes: Callable[[], int],
         make_room: Callable[[int], None],
         note_peak: Callable[[int], None],
@@ -223,15 +224,15 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
         longest = first.left[-1][0]
         for rows in (max(1, part_tokens // longest) * len(self._streams), 1):
             needed = encoder.batch_bytes(rows, longest)
-            if (excess := self._used_bytes() + needed - self._limit_bytes) > 0:
+            if (excess := self._used_bytes() + needed - self._limit_bytes()) > 0:
                 self._make_room(excess)
-            if (used := self._used_bytes()) + needed <= self._limit_bytes:
+            if (used := self._used_bytes()) + needed <= (limit := self._limit_bytes()):
                 break
         else:
             if not may_wait:
                 message = (
                     f"a text of {longest} tokens needs {needed / 1e9:.2f} GB in addition to the {used / 1e9:.2f} GB in "
-                    f"use, and {self._limit_bytes / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
+                    f"use, and {limit / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
                 )
                 self.end_all([first], ContextLengthError(message))
             return None

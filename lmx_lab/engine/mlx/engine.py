@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item", bound=Sized)
 # On a GPU, the last bits of a result depend on the number of requests that are computed together.
 FINGERPRINT = f"mlx-{version('mlx')}{'' if mx.default_device() == mx.cpu else '-batch-dependent'}"
+CHECKED_BYTES = 2**24
+"""Size of the weights after whose load the free memory is measured again, which takes 0.5 ms."""
 SLICE = 256
 """Number of texts that are tokenized together, so that a request of one text need not wait for ten thousand others.
 They have at most ``SHORT_CHARACTERS`` characters, unless a single text has more."""
@@ -311,13 +313,15 @@ class MlxEngine:
         self.cancel_s = 5.0
         """Time for a cancelled load to end. It is exceeded only if a disk does not respond."""
         self._thread: MlxThread | None = None
-        self._limit_bytes = memory.limit_bytes(settings.memory_limit_bytes)
+        # A GPU with memory of its own has its own limit.
+        self._device_bytes = memory.limit_bytes(settings.memory_limit_bytes) if memory.is_of_device() else None
         self._total_bytes = memory.total_bytes()
         self._loader: LoadThread | None = None
         """None before the first load, and after one that was abandoned."""
-        self._is_of_device = memory.is_of_device()
         self._peak_bytes = 0
         """The largest value of threads that have ended."""
+        if self._device_bytes is None:
+            host.budget.add(memory.used_bytes, release=self._free)
 
     @property
     def memory(self) -> EngineMemory:
@@ -325,10 +329,10 @@ class MlxEngine:
         thread, used = self._thread, memory.used_bytes()
         return EngineMemory(
             total=self._total_bytes,
-            limit=self._limit_bytes,
+            limit=self._host.budget.limit_bytes if self._device_bytes is None else self._device_bytes,
             used=used,
             peak=max(self._peak_bytes, used, thread.peak_bytes if thread is not None else 0),
-            is_of_device=self._is_of_device,
+            is_of_device=self._device_bytes is not None,
         )
 
     @property
@@ -374,7 +378,7 @@ class MlxEngine:
         """See ``Engine``. A cancelled load ends before it reads the next tensor."""
         if self._thread is None or self._thread.ended is not None:
             self._peak_bytes = self.memory.peak or 0
-            self._thread = MlxThread(self._settings, self._host, limit_bytes=self._limit_bytes)
+            self._thread = MlxThread(self._settings, self._host, device_bytes=self._device_bytes)
         cancellation = Cancellation()
         load = functools.partial(self._load, entry, spec, room_bytes, self._thread, cancellation)
         loader = self._loader = self._loader or LoadThread()
@@ -419,6 +423,7 @@ class MlxEngine:
             log.exception("%s could not be loaded", entry.id)
             what = f"{type(exc).__name__}: {exc}"
             loaded = UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model")
+        thread.loading_bytes = 0
         memory.release()
         return loaded
 
@@ -427,20 +432,49 @@ class MlxEngine:
     ) -> MlxModel:
         """Read a model, and pass its weights to the engine's thread."""
         settings, host, dtype = self._settings, self._host, self._settings.dtype
+
+        room_before = host.budget.unlowered_bytes
+        checked: tuple[str, int] = ("", 0)
+        """The model and the number of bytes that were checked last."""
+
+        def require_free(left_bytes: int, name: str) -> None:
+            nonlocal checked
+            if checked[0] != name:
+                thread.loading_bytes += left_bytes
+            if self._device_bytes is None and (checked[0] != name or left_bytes <= checked[1] - CHECKED_BYTES):
+                host.budget.require_free(left_bytes, name)
+                checked = name, left_bytes
+
+        def room_now() -> int:
+            # Libraries and the tokenizer also take memory during a load.
+            grown_bytes = max(0, room_before - host.budget.unlowered_bytes) if self._device_bytes is None else 0
+            return room_bytes - grown_bytes
+
         model: MlxModel
         loaded: GenerationLoop | LoadedEncoder
         if entry.kind == "chat":
             weights, tokenizer = load_chat(
-                entry, limit_bytes=room_bytes, dtype=dtype, context_length=spec.context_length
+                entry,
+                limit_bytes=room_bytes,
+                dtype=dtype,
+                context_length=spec.context_length,
+                require_free=require_free,
+                room_now=room_now,
             )
             model = chat = MlxChat(entry, spec, settings, host, thread=thread, weights=weights, tokenizer=tokenizer)
             loaded = chat.generating
         else:
+            require_free(entry.load_bytes, entry.id)
             loaded = load_encoder(entry, limit_bytes=room_bytes, dtype=dtype)
             model = MlxEncoder(entry, spec, settings, host, thread=thread, encoder=loaded)
         require_unchanged(entry)
         thread.post(lambda thread: thread.add(model, loaded, cancellation)).result()
         return model
+
+    def _free(self, excess_bytes: int) -> None:
+        """Drop caches of ended requests soon. Called on any thread."""
+        if self._thread is not None:
+            self._thread.post(lambda thread: thread.free(excess_bytes))
 
     def stop(self) -> None:
         """See ``Engine``. Blocks until the current step is over."""

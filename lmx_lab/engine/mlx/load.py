@@ -5,6 +5,7 @@ all of them are evaluated here, because a thread cannot evaluate what another on
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,13 @@ MIN_CONTEXT_TOKENS = 256
 
 
 def load_chat(
-    entry: ModelEntry, *, limit_bytes: int, dtype: str = "auto", context_length: int | None = None
+    entry: ModelEntry,
+    *,
+    limit_bytes: int,
+    dtype: str = "auto",
+    context_length: int | None = None,
+    require_free: Callable[[int, str], object] = lambda *_: None,
+    room_now: Callable[[], int] | None = None,
 ) -> tuple[ChatWeights, MlxTokenizer]:
     """Load a chat model, and return its weights and its tokenizer. Takes seconds.
 
@@ -39,13 +46,17 @@ def load_chat(
         limit_bytes: Memory that the model and its requests may use.
         dtype: See ``Settings.dtype``.
         context_length: See ``LoadSpec``.
+        require_free: Called before each weight is read, with the size of the weights that are left and the name of the
+            model. Raises ``OutOfMemoryError`` if other programs have taken the memory.
+        room_now: Returns what is left of ``limit_bytes`` after the load, which limits the context. By default all of it
+            is.
 
     Raises:
         UnusableModelError: mlx-lm cannot load these files, or they are not a chat model.
         OutOfMemoryError: the model does not fit in memory.
     """
     try:
-        model, answers, own = _read(entry, limit_bytes=limit_bytes, dtype=dtype)
+        model, answers, own = _read(entry, limit_bytes=limit_bytes, dtype=dtype, require_free=require_free)
         traits = _measure(model)
     except BaseException as exc:
         if not isinstance(exc, Exception) and not is_panic(exc):
@@ -53,14 +64,17 @@ def load_chat(
         raise _load_error(entry, exc, limit_bytes) from exc
     draft = None
     if entry.draft is not None:
-        draft, traits = _read_draft(entry, entry.draft, traits, limit_bytes=limit_bytes, dtype=dtype)
-    context_length = _context_length(entry, traits.footprint, limit_bytes, context_length)
+        draft, traits = _read_draft(
+            entry, entry.draft, traits, limit_bytes=limit_bytes, dtype=dtype, require_free=require_free
+        )
     try:
         encoder = build_encoder(own, entry.id)
         chat_format = detect_chat_format(SandboxedTokenizer.wrap(answers, encoder))
     except (TemplateLimitError, InvalidRequestError) as exc:
         reason = exc.message if isinstance(exc, InvalidRequestError) else f"its chat template {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param="model") from exc
+    room_bytes = limit_bytes if room_now is None else room_now()
+    context_length = _context_length(entry, traits.footprint, room_bytes, context_length)
     tokenizer = MlxTokenizer(
         own,
         answers,
@@ -90,7 +104,9 @@ def _measure(model: Any) -> Traits:
     return traits
 
 
-def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any, Any]:
+def _read(
+    entry: ModelEntry, *, limit_bytes: int, dtype: str, require_free: Callable[[int, str], object]
+) -> tuple[Any, Any, Any]:
     """Return the model, and its tokenizer twice: each copy is used by one thread.
 
     The tokenizer is read at the same time as the weights. It causes most errors, which end the load immediately.
@@ -104,14 +120,15 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
 
     reading = start_in_thread(read_tokenizers, name="lmx-lab-tokenizer")
 
-    def raise_error() -> None:
+    def before_each(left_bytes: int) -> None:
         if reading.done():
             reading.result()
+        require_free(left_bytes, entry.id)
 
     try:
         # The weights are loaded lazily, and ``fit_weights`` reads them one by one.
         model, _ = load_model(entry.path, lazy=True, get_model_classes=checked_classes)
-        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=raise_error)
+        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=before_each)
     finally:
         wait([reading])
     return model, *reading.result()
@@ -119,6 +136,8 @@ def _read(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> tuple[Any, Any,
 
 def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, param: str = "model") -> LabError:
     """Return the error of a model whose files were not loaded because of this exception."""
+    if isinstance(exc, OutOfMemoryError):
+        return exc
     if memory.is_out_of_memory(exc):
         return OutOfMemoryError(f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB are allowed): {exc}")
     reason = f"{type(exc).__name__}: {exc}"
@@ -126,7 +145,13 @@ def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, para
 
 
 def _read_draft(
-    entry: ModelEntry, draft: ModelEntry, traits: Traits, *, limit_bytes: int, dtype: str
+    entry: ModelEntry,
+    draft: ModelEntry,
+    traits: Traits,
+    *,
+    limit_bytes: int,
+    dtype: str,
+    require_free: Callable[[int, str], object],
 ) -> tuple[tuple[Any, int], Traits]:
     """Return the draft model and the number of tokens that both models know, and the traits of the model with the sizes
     of both.
@@ -138,7 +163,7 @@ def _read_draft(
     limit_bytes = max(0, limit_bytes - weights_bytes)
     try:
         model, _ = load_model(draft.path, lazy=True, get_model_classes=checked_classes)
-        fit_weights(model, dtype, limit_bytes=limit_bytes)
+        fit_weights(model, dtype, limit_bytes=limit_bytes, before_each=lambda left: require_free(left, draft.id))
         own = _measure(model)
     except Exception as exc:
         raise _load_error(draft, exc, limit_bytes, param="draft") from exc

@@ -30,16 +30,20 @@ from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)
 UNLOAD_ABOVE = 1.1
-"""Memory in use, as a multiple of the limit, above which the model is unloaded. Exceeding the limit a little is better
-than not answering."""
+"""Memory in use, as a multiple of what is allowed, above which the model is unloaded. Exceeding the limit a little is
+better than not answering. Memory that other programs or a notebook take does not unload a model."""
 
 
 class Room(Protocol):
     """The memory that all models of the engine share."""
 
     @property
+    def allowed_bytes(self) -> int:
+        """How much all models and requests may use, on all engines, if nothing else needs memory."""
+
+    @property
     def limit_bytes(self) -> int:
-        """How much all models and requests may use, on all engines."""
+        """How much they may use now. Read at each decision."""
 
     def used_bytes(self) -> int:
         """Return how much they use now."""
@@ -51,10 +55,23 @@ class Room(Protocol):
         """Return whether the requests of other loops will release memory when they end."""
 
     def keep_prefixes(self, limit_bytes: int) -> None:
-        """Drop caches of ended requests, of all loops, until at most ``limit_bytes`` are left."""
+        """Drop caches of ended requests, of all loops, until at most ``limit_bytes`` are left. The cache that was not
+        used for the longest time is dropped first.
+        """
 
     def free(self, excess_bytes: int) -> None:
-        """Drop caches of ended requests until ``excess_bytes`` are released, or no cache is left."""
+        """Return freed memory, then drop caches of ended requests, until ``excess_bytes`` are released; ask for the
+        memory of idle models if that is not enough.
+        """
+
+    def return_freed(self) -> int:
+        """Clear MLX's cache, and at most once a second also return memory that the C library keeps for reuse.
+
+        Returns how much this was.
+        """
+
+    def evict(self, missing_bytes: int) -> None:
+        """Ask for the memory of idle models."""
 
 
 class GenerationLoop:
@@ -163,7 +180,7 @@ class GenerationLoop:
             self._threads,
             slots=settings.slots,
             prompts=min(lanes, settings.slots),
-            prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._room.limit_bytes),
+            prefix_bytes=prefix_cache_bytes(settings.prefix_cache_bytes, self._room.allowed_bytes),
             disk=self.disk,
             wired=settings.wired_memory,
             prompt_lookup=self._prompt_lookup,
@@ -233,11 +250,11 @@ class GenerationLoop:
             if event.generation in self.answers.scheduler:
                 self._process(batch, event)
         room = self._room
-        if (used_bytes := room.used_bytes()) > room.limit_bytes:
-            # The estimates were too low, or other engines use more than at the start of these requests.
-            room.free(used_bytes - room.limit_bytes)
-            if (used_bytes := room.used_bytes()) > UNLOAD_ABOVE * room.limit_bytes:
-                raise MemoryError(f"{used_bytes / 1e9:.2f} GB are in use, {room.limit_bytes / 1e9:.2f} GB are allowed")
+        if (excess_bytes := room.used_bytes() - room.limit_bytes) > 0:
+            # The estimates were too low, or other engines or programs use more than at the start of these requests.
+            room.free(excess_bytes)
+            if (used_bytes := room.used_bytes()) > UNLOAD_ABOVE * (allowed := room.allowed_bytes):
+                raise MemoryError(f"{used_bytes / 1e9:.2f} GB are in use, {allowed / 1e9:.2f} GB are allowed")
 
     # Computation
 
@@ -252,10 +269,15 @@ class GenerationLoop:
         lengths = [len(each.prompt) + each.max_tokens for each in (*running, generation)]
         needed = self._room.needed_by_others(self)
         needed += batch.footprint.running_bytes(lengths, chunk=memory.MAX_CHUNK_TOKENS)
-        # A request always fits alone, because the context length is limited by memory.
-        if needed > self._room.limit_bytes and (running or self._room.is_busy_beside(self)):
-            return Verdict.BLOCKED
-        self._room.keep_prefixes(max(0, self._room.limit_bytes - needed))
+        room = self._room
+        if needed > room.limit_bytes:
+            room.return_freed()
+        if (missing := needed - room.limit_bytes) > 0:
+            room.evict(missing)
+            # A request always fits alone, because the context length is limited by memory.
+            if running or room.is_busy_beside(self):
+                return Verdict.BLOCKED
+        room.keep_prefixes(max(0, -missing))
         return Verdict.TAKE
 
     def begin(self, generation: MlxGeneration) -> None:

@@ -7,6 +7,7 @@ stored ``CachedState`` values.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
@@ -43,6 +44,17 @@ class CacheHit(Generic[State]):
     state: State
 
 
+@dataclass(eq=False)
+class Entry(Generic[State]):
+    """A stored state."""
+
+    tokens: Tokens
+    state: State
+    variant: str
+    used_at: float
+    """When it was last used (``time.perf_counter``)."""
+
+
 class PrefixCache(Generic[State]):
     """Stores states of at most ``limit_bytes``. The least recently used one is dropped first.
 
@@ -53,7 +65,7 @@ class PrefixCache(Generic[State]):
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._entries: list[tuple[Tokens, State, str]] = []
+        self._entries: list[Entry[State]] = []
         """In the order of their last use."""
 
     def __len__(self) -> int:
@@ -68,18 +80,25 @@ class PrefixCache(Generic[State]):
         at, length = self._best(prompt, variant)
         if at is None:
             return None
-        tokens, state, _ = entry = self._entries.pop(at)
+        entry = self._use(at)
+        unused = len(entry.tokens) - length
+        return CacheHit(length, entry.state.trimmed(unused) if unused else entry.state)
+
+    def _use(self, at: int) -> Entry[State]:
+        entry = self._entries.pop(at)
+        entry.used_at = time.perf_counter()
         self._entries.append(entry)
-        return CacheHit(length, state.trimmed(len(tokens) - length) if length < len(tokens) else state)
+        return entry
 
     def _best(self, prompt: Tokens, variant: str) -> tuple[int | None, int]:
         best, length = None, 0
-        for at, (tokens, state, of) in enumerate(self._entries):
-            if of != variant:
+        for at, entry in enumerate(self._entries):
+            if entry.variant != variant:
                 continue
             # At least one token must be computed, to have logits to sample from.
-            shared = min(common_prefix(tokens, prompt), len(prompt) - 1)
-            if shared > max(length, MIN_TOKENS - 1) and (shared == len(tokens) or state.can_be_trimmed):
+            shared = min(common_prefix(entry.tokens, prompt), len(prompt) - 1)
+            is_whole = shared == len(entry.tokens)
+            if shared > max(length, MIN_TOKENS - 1) and (is_whole or entry.state.can_be_trimmed):
                 best, length = at, shared
         return best, length
 
@@ -91,18 +110,18 @@ class PrefixCache(Generic[State]):
         key = np.asarray(tokens, dtype=np.int32)
         if len(key) < MIN_TOKENS or state.nbytes > self.limit_bytes:
             return False
-        for at, (other, value, of) in enumerate(self._entries):
-            if of != variant:
+        for at, other in enumerate(self._entries):
+            if other.variant != variant:
                 continue
-            shared = common_prefix(other, key)
-            if shared == len(key) and (value.can_be_trimmed or len(other) == len(key)):
-                self._entries.append(self._entries.pop(at))
+            shared = common_prefix(other.tokens, key)
+            if shared == len(key) and (other.state.can_be_trimmed or len(other.tokens) == len(key)):
+                self._use(at)
                 return False
-            if shared == len(other) and state.can_be_trimmed:
+            if shared == len(other.tokens) and state.can_be_trimmed:
                 # The state of a session grows with each turn. Another prefix of it is dropped by a later turn.
                 self._drop(at)
                 break
-        self._entries.append((key, state, variant))
+        self._entries.append(Entry(key, state, variant, time.perf_counter()))
         self.nbytes += state.nbytes
         self.shrink(self.limit_bytes)
         return True
@@ -110,8 +129,16 @@ class PrefixCache(Generic[State]):
     def shrink(self, limit_bytes: int) -> None:
         """Drop the least recently used states until at most ``limit_bytes`` are stored."""
         while self._entries and (self.nbytes > limit_bytes or len(self._entries) > MAX_ENTRIES):
-            self._drop(0)
+            self.drop_oldest()
+
+    @property
+    def oldest_at(self) -> float:
+        """When the least recently used state was used; there must be one."""
+        return self._entries[0].used_at
+
+    def drop_oldest(self) -> None:
+        """Drop the least recently used state; there must be one."""
+        self._drop(0)
 
     def _drop(self, at: int) -> None:
-        _, state, _ = self._entries.pop(at)
-        self.nbytes -= state.nbytes
+        self.nbytes -= self._entries.pop(at).state.nbytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -45,16 +46,24 @@ class MlxThread:
     are used by other threads, everything else by this one. It implements ``Room``.
 
     Args:
-        limit_bytes: How much memory all models and requests may use, on all engines.
+        device_bytes: How much memory all models and requests may use on a GPU with memory of its own; None if they use
+            that of the machine, whose limit is ``EngineHost.budget``.
     """
 
+    return_s = 1.0
+    """Minimum time between two returns of freed memory, which take 10 ms, and between two calls of ``Budget.evict``."""
     encode_s = 0.1
     """Time for which a step computes texts while no answer is generated. Commands wait for the end of the step."""
 
-    def __init__(self, settings: Settings, host: EngineHost, *, limit_bytes: int) -> None:
+    def __init__(self, settings: Settings, host: EngineHost, *, device_bytes: int | None) -> None:
         self._settings = settings
-        self._host = host
-        self.limit_bytes = limit_bytes
+        self._budget = host.budget
+        self._lost = host.lost
+        self._device_bytes = device_bytes
+        self._returned_at = self._evicted_at = -math.inf
+        """When freed memory was last returned, and idle models were last asked for (``time.perf_counter``)."""
+        self.loading_bytes = 0
+        """Weights of the model that is being loaded."""
         self.models: dict[LoadedModel[Any], GenerationLoop | LoadedEncoder] = {}
         self.blas: BlasReport | None = None
         """The BLAS; None until ``started``."""
@@ -168,37 +177,67 @@ class MlxThread:
 
     # Memory
 
+    @property
+    def allowed_bytes(self) -> int:
+        """See ``Room``."""
+        return self._budget.allowed_bytes if self._device_bytes is None else self._device_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """See ``Room``."""
+        return self._budget.limit_bytes if self._device_bytes is None else self._device_bytes
+
     def used_bytes(self) -> int:
         """See ``Room``."""
-        return memory.used_bytes() + self._used_by_others()
+        return self._budget.used_bytes if self._device_bytes is None else memory.used_bytes()
 
     def needed_by_others(self, loop: GenerationLoop) -> int:
         """See ``Room``."""
-        needed = self._used_by_others()
+        needed = self.used_bytes() - memory.used_bytes() + self.loading_bytes
         for each in self.models.values():
             if each is not loop:
                 needed += each.running_bytes if isinstance(each, GenerationLoop) else each.memory_bytes
         return needed
-
-    def _used_by_others(self) -> int:
-        return 0 if memory.is_of_device() else self._host.used_by_others()
 
     def is_busy_beside(self, loop: GenerationLoop) -> bool:
         """See ``Room``."""
         return any(each is not loop and each.answers.scheduler.running for each in self._loops())
 
     def keep_prefixes(self, limit_bytes: int) -> None:
-        """See ``Room``. Those of models without requests are dropped first."""
-        for loop in sorted(self._loops(), key=lambda loop: loop.idle):
-            if loop.batch is not None:
-                loop.batch.prefixes.shrink(limit_bytes)
-                limit_bytes -= loop.batch.prefixes.nbytes
+        """See ``Room``."""
+        caches = [loop.batch.prefixes for loop in self._loops() if loop.batch is not None]
+        while sum(cache.nbytes for cache in caches) > limit_bytes:
+            min((cache for cache in caches if len(cache)), key=lambda cache: cache.oldest_at).drop_oldest()
 
     def free(self, excess_bytes: int) -> None:
         """See ``Room``."""
-        if kept := sum(loop.prefix_cache_bytes for loop in self._loops()):
+        excess_bytes -= self.return_freed()
+        kept = sum(loop.prefix_cache_bytes for loop in self._loops())
+        if excess_bytes > 0 and kept:
             self.keep_prefixes(max(0, kept - excess_bytes))
+            excess_bytes -= kept - sum(loop.prefix_cache_bytes for loop in self._loops())
             memory.release()
+        if excess_bytes > 0:
+            self.evict(excess_bytes)
+
+    def return_freed(self) -> int:
+        """See ``Room``."""
+        if self._device_bytes is not None:
+            return 0
+        before, now = self._budget.unlowered_bytes, time.perf_counter()
+        if now < self._returned_at + self.return_s:
+            mx.clear_cache()
+        else:
+            memory.return_freed()
+            self._returned_at = now
+        return max(0, self._budget.unlowered_bytes - before)
+
+    def evict(self, missing_bytes: int) -> None:
+        """See ``Room``."""
+        now = time.perf_counter()
+        if self._device_bytes is None and now >= self._evicted_at + self.return_s:
+            self._evicted_at = now
+            self._budget.evict(missing_bytes)
 
     def _note_peak(self, peak: int) -> None:
         """Record the peak memory of texts or traces for the running requests."""
@@ -249,10 +288,11 @@ class MlxThread:
         memory.end_thread()
         if has_died:
             for model in models:
-                self._host.lost(model, False)
+                self._lost(model, False)
 
     def _start(self) -> None:
-        memory.limit_kept_bytes(self.limit_bytes)
+        if self._device_bytes is not None:
+            memory.limit_kept_bytes(self._device_bytes)
         self.blas = configure_blas(self._settings.blas, self._settings.threads)
         if mx.default_device() == mx.cpu:
             # ``mx.compile`` runs g++ there: the first pass of SmolLM2-135M takes 1.7 to 4.8 s instead of 0.6 s, and
@@ -262,14 +302,14 @@ class MlxThread:
         self._threads, self._samplers = ThreadChoice(self.blas), Samplers()
         self.encoding = EncodingLoop(
             self._threads,
-            limit_bytes=self.limit_bytes,
+            limit_bytes=lambda: self.limit_bytes,
             used_bytes=self.used_bytes,
             make_room=self.free,
             note_peak=self._note_peak,
         )
         self.tracing = TraceLoop(
             self._threads,
-            limit_bytes=self.limit_bytes,
+            limit_bytes=lambda: self.limit_bytes,
             used_bytes=self.used_bytes,
             trace_bytes=self._settings.trace_bytes,
             make_room=self.free,
@@ -353,7 +393,7 @@ class MlxThread:
         self.progress_at = time.perf_counter()
         self.peak_bytes = max(self.peak_bytes, memory.used_bytes())
         for model in lost:
-            self._host.lost(model, False)
+            self._lost(model, False)
 
 
 class LoadThread:

@@ -57,8 +57,8 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
     """Computes the traces of all models in the order of arrival. Runs on the engine thread.
 
     Args:
-        limit_bytes: Memory that all models and requests may use.
-        used_bytes: Returns how much memory they use now, on all engines.
+        limit_bytes: Returns how much memory all models and requests may use now, on all engines.
+        used_bytes: Returns how much they use now.
         trace_bytes: See ``Settings``.
         make_room: Called with the number of bytes that a job needs beyond the memory limit; frees cached memory.
         note_peak: Called with the peak memory of each step.
@@ -68,7 +68,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         self,
         threads: ThreadChoice,
         *,
-        limit_bytes: int,
+        limit_bytes: Callable[[], int],
         used_bytes: Callable[[], int],
         trace_bytes: int,
         make_room: Callable[[int], None],
@@ -118,14 +118,14 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             raise EngineError(f"{job.model.entry.id} was unloaded before this request ended")
         needed = model.traits.footprint.running_bytes([len(job.tokens)], chunk=memory.MAX_CHUNK_TOKENS)
         needed -= model.traits.footprint.weights_bytes
-        if (excess := self._used_bytes() + needed - self._limit_bytes) > 0:
+        if (excess := self._used_bytes() + needed - self._limit_bytes()) > 0:
             self._make_room(excess)
-            if (used_bytes := self._used_bytes()) + needed > self._limit_bytes:
+            if (used_bytes := self._used_bytes()) + needed > (limit := self._limit_bytes()):
                 if may_wait:
                     return False
                 raise ContextLengthError(
                     f"a text of {len(job.tokens)} tokens needs {needed / 1e9:.2f} GB in addition to the "
-                    f"{used_bytes / 1e9:.2f} GB in use, and {self._limit_bytes / 1e9:.2f} GB are allowed; "
+                    f"{used_bytes / 1e9:.2f} GB in use, and {limit / 1e9:.2f} GB are allowed; "
                     "shorten it, or raise memory_limit_bytes"
                 )
         job.started_at = job.started_at or time.perf_counter()

@@ -24,7 +24,9 @@ activations."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callable[[], object] = lambda: None) -> None:
+def fit_weights(
+    model: Any, dtype: str, *, limit_bytes: int, before_each: Callable[[int], object] = lambda _: None
+) -> None:
     """Convert the weights of a model, which have not been read from disk yet, and read them.
 
     Weights that ``auto`` would expand stay quantized if they do not fit; on a CPU their scales, and so the activations,
@@ -32,7 +34,8 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callab
 
     Args:
         dtype: See ``Settings.dtype``.
-        before_each: Called before each weight is read. An exception from it ends the load.
+        before_each: Called before each weight is read, with the size of the weights that are left. An exception from it
+            ends the load.
 
     Raises:
         NotLoadedError: the load was cancelled.
@@ -52,10 +55,12 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, before_each: Callab
             )
     # Evaluated one by one, so that only one weight at a time is in memory in both forms.
     parameters: Any = tree_flatten(model.parameters())
+    left_bytes = sum(value.nbytes for _, value in parameters)
     for _, value in parameters:
         check_cancelled()
-        before_each()
+        before_each(left_bytes)
         mx.eval(value)
+        left_bytes -= value.nbytes
 
 
 def expanded_bytes(model: Any, dtype: mx.Dtype) -> int:

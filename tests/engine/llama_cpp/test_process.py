@@ -19,11 +19,21 @@ import pytest
 from lmx_lab.engine import ChatPrompt, EmbeddingRequest, ModelManager, TextPrompt
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.engine.llama_cpp.engine import LlamaCppEngine
+from lmx_lab.engine.llama_cpp.memory_plan import plan_context
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
+from lmx_lab.engine.memory import HEADROOM_BYTES, Budget
 from lmx_lab.engine.model import EngineHost
-from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, LabError, NotLoadedError, UnusableModelError
+from lmx_lab.errors import (
+    EngineDeadError,
+    GenerationTimeoutError,
+    LabError,
+    NotLoadedError,
+    OutOfMemoryError,
+    UnusableModelError,
+)
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights.fingerprint import with_marks
+from lmx_lab.weights.gguf.header import read_header
 from tests.support.engines import (
     LLAMA_SETTINGS,
     entry_of,
@@ -86,6 +96,28 @@ async def test_a_process_that_exceeds_its_memory_limit_is_ended(manager):
     process_of(manager)._max_bytes = 2**20
     for stream in streams:
         assert "used more than 0.0 GB of memory" in await death_message(stream)
+
+
+async def test_a_load_ends_when_other_programs_take_its_memory(long_gguf):
+    message = r"out of memory: 0\.01 GB were free on this machine .*; end other programs"
+    with pytest.raises(OutOfMemoryError, match=message):
+        await LlamaProcess.start(long_gguf, {}, environ={}, max_bytes=2**33, free_bytes=lambda: 10**7)
+
+
+async def test_the_previous_model_is_loaded_again_if_other_programs_use_the_memory(long_gguf, tmp_path):
+    entry, total = entry_of(long_gguf), 2**40
+    needed = plan_context(entry, read_header(entry.path), slots=2, limit_bytes=2**30).bytes - entry.load_bytes
+    (tmp_path / "memory.max").write_text(str(total))
+    (tmp_path / "memory.current").write_text("0")
+    budget = Budget(2**30, cgroups=tmp_path, membership=tmp_path / "none")
+    async with ModelManager(LLAMA_SETTINGS, budget=budget) as manager:
+        await load_entry(manager, entry, LoadSpec(model="long", context_length=512))
+        (tmp_path / "memory.current").write_text(str(total - needed - HEADROOM_BYTES + 1))
+        message = r"needs 0\.\d\d GB more, and of the 0\.\d\d GB that are free .*; the previous .* is loaded again"
+        with pytest.raises(OutOfMemoryError, match=message):
+            await load_entry(manager, entry)
+        assert manager.snapshot.context_length == 512
+        assert (await run(manager))[1].output_tokens == 8
 
 
 async def test_a_pinned_model_survives_the_death_of_the_main_one(manager, minilm_gguf):

@@ -51,8 +51,8 @@ class FakeEncoder:
         return rows * length * self.bytes_per_token
 
 
-def create_loop(*, threads=1, **changes):
-    limits = {"limit_bytes": 2**40, "used_bytes": memory.used_bytes}
+def create_loop(*, threads=1, limit_bytes=2**40, **changes):
+    limits = {"limit_bytes": lambda: limit_bytes, "used_bytes": memory.used_bytes}
     functions = {"make_room": lambda _: None, "note_peak": lambda _: None}
     report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
     return EncodingLoop(ThreadChoice(report), **(limits | functions | changes))

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager, TraceRequest
 from lmx_lab.engine import memory as machine
+from lmx_lab.engine.memory import LEAST_BYTES, Budget
 from lmx_lab.engine.mlx import kv_cache, memory
 from lmx_lab.engine.mlx.engine import MlxEngine
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, LayerCache
-from lmx_lab.engine.model import EngineHost, EngineMemory
+from lmx_lab.engine.model import EngineHost
 from lmx_lab.errors import ContextLengthError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.tracing import Activations
 from lmx_lab.weights.fingerprint import with_marks
-from tests.support.engines import finish, numbers, request
+from tests.support.engines import finish, load_entry, numbers, request, run
 from tests.support.waiting import auntil
 
 GB = 10**9
@@ -57,18 +58,31 @@ class SharedMemory:
 
     def __init__(self):
         self.others, self.lost = 0, []
-        host = EngineHost(used_by_others=lambda: self.others, lost=lambda *lost: self.lost.append(lost))
-        self.engine = MlxEngine(Settings(slots=2, memory_limit_bytes=LIMIT), host)
+        self.data, self.evicted, self.models = 0, [], []
+        # The footprint of this process depends on the tests before.
+        self.budget = Budget(
+            LIMIT,
+            weights=lambda: sum(model.memory_bytes for model in self.models),
+            footprint=lambda: memory.used_bytes() + self.data,
+            evict=self.evicted.append,
+        )
+        self.budget.add_process(lambda: self.others)
+        host = EngineHost(budget=self.budget, lost=lambda *lost: self.lost.append(lost))
+        self.engine = MlxEngine(Settings(slots=2), host)
 
     async def load(self, entry):
         entry = with_marks(entry)
-        return await self.engine.load(entry, LoadSpec(model=entry.id), room_bytes=LIMIT)
+        model = await self.engine.load(entry, LoadSpec(model=entry.id), room_bytes=LIMIT)
+        self.models.append(model)
+        return model
 
-    async def answer(self):
-        permits = self.chat.admission.admit(1)
-        reader = asyncio.get_running_loop()
-        (stream,) = await self.chat.generate(request(prompt=numbers(50)), permits, reader)
-        return (await finish(stream))[1]
+    async def start(self, chat=None, **changes):
+        chat, reader = chat or self.chat, asyncio.get_running_loop()
+        (stream,) = await chat.generate(request(prompt=numbers(50), **changes), chat.admission.admit(1), reader)
+        return stream
+
+    async def answer(self, chat=None):
+        return (await finish(await self.start(chat)))[1]
 
     async def embed(self):
         (permit,) = self.embedder.admission.admit(1)
@@ -96,6 +110,40 @@ async def test_cached_prefixes_are_dropped_when_other_engines_need_their_memory(
 
 
 @pytest.mark.anyio
+async def test_the_oldest_prefix_of_all_models_is_dropped_first(shared_memory, tiny):
+    first, second = shared_memory.chat, await shared_memory.load(tiny)
+    await shared_memory.answer(first)
+    await shared_memory.answer(second)
+    kept = first.prefix_cache_bytes
+    assert kept == second.prefix_cache_bytes > 0
+    # A use counts.
+    await shared_memory.answer(first)
+    shared_memory.others = LIMIT - memory.used_bytes() + kept // 2
+    shared_memory.budget.update()
+    await auntil(lambda: second.prefix_cache_bytes == 0)
+    assert first.prefix_cache_bytes == kept
+    assert shared_memory.evicted == []
+
+
+@pytest.mark.anyio
+async def test_requests_wait_for_each_other_while_other_data_of_the_process_needs_memory(shared_memory):
+    async def most_running():
+        streams = [await shared_memory.start(max_tokens=100, ignore_eos=True) for _ in range(2)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        begun = [stream.report is None for stream in streams]
+        assert [(await finish(stream))[1].output_tokens for stream in streams] == [100, 100]
+        return sum(begun)
+
+    assert await most_running() == 2
+    # What models may use in any case is used by another process.
+    shared_memory.data, shared_memory.others = LIMIT, LEAST_BYTES
+    assert await most_running() == 1
+    # Idle models should make room for the request that waits.
+    assert shared_memory.evicted
+    assert min(shared_memory.evicted) > 0
+
+
+@pytest.mark.anyio
 async def test_memory_far_above_the_limit_unloads_the_model(shared_memory):
     loaded, used = shared_memory.chat.memory_bytes, memory.used_bytes()
     shared_memory.others = round(1.2 * LIMIT)
@@ -109,28 +157,56 @@ async def test_memory_far_above_the_limit_unloads_the_model(shared_memory):
 
 
 @pytest.mark.anyio
-async def test_texts_and_traces_that_do_not_fit_beside_other_engines_are_refused(shared_memory, monkeypatch):
+async def test_texts_and_traces_that_do_not_fit_beside_other_engines_are_refused(shared_memory):
     shared_memory.others = LIMIT
     for work in (shared_memory.embed, shared_memory.trace):
         with pytest.raises(ContextLengthError, match=r"in addition to the 1\.\d\d GB in use, and 1\.00 GB are allowed"):
             await work()
-    # Other engines do not use the memory of a GPU.
-    monkeypatch.setattr(memory, "is_of_device", lambda: True)
-    await shared_memory.embed()
-    await shared_memory.trace()
-    monkeypatch.undo()
     shared_memory.others = 0
     await shared_memory.embed()
     await shared_memory.trace()
 
 
-def test_memory_of_the_gpu_is_not_counted_for_engines_on_the_cpu():
-    for is_of_device, used in ((False, 5), (True, 0)):
-        of_mlx = EngineMemory(total=9, limit=8, used=5, is_of_device=is_of_device)
-        engine = SimpleNamespace(memory=of_mlx, blas=None)
-        manager = ModelManager(Settings(), engines={"mlx": lambda *_, engine=engine: engine})
-        manager.engine("mlx")
-        assert manager._used_by_others("llama.cpp") == used
+class Shrinking(Budget):
+    """A budget on a machine whose free memory is taken by other programs when it has been read often enough."""
+
+    reads = 0
+    machine_free_bytes = property(lambda self: self.read())
+
+    def read(self):
+        self.reads -= 1
+        # Enough for the tiny model.
+        return 10**12 if self.reads >= 0 else 10**8
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("no_shared_model")
+@pytest.mark.parametrize("reads", [pytest.param(0, id="before"), pytest.param(1, id="while")])
+async def test_a_load_whose_memory_is_taken_by_other_programs_restores_the_previous_model(reads, tiny, smollm2):
+    budget = Shrinking(None)
+    budget.reads = 10**6
+    async with ModelManager(Settings(), budget=budget) as manager:
+        await load_entry(manager, tiny)
+        budget.reads = reads
+        message = (
+            r"(?s)smollm2-135m needs 0\.\d\d GB more, and of the 0\.10 GB that are free .*; the previous model tiny is"
+        )
+        with pytest.raises(OutOfMemoryError, match=message):
+            await load_entry(manager, smollm2)
+        assert (await run(manager, max_tokens=4))[1].output_tokens == 4
+        budget.reads = 10**6
+        await load_entry(manager, smollm2)
+
+
+def test_models_on_a_gpu_have_a_limit_of_their_own(monkeypatch):
+    for info, is_of_device in ((dict(H100), True), ({"device_name": "cpu"}, False)):
+        report_device(monkeypatch, info)
+        budget = Budget(LIMIT, footprint=lambda: 3 * GB)
+        engine = MlxEngine(Settings(), EngineHost(budget=budget))
+        assert engine.memory.is_of_device is is_of_device
+        assert engine.memory.limit == (60 * GB if is_of_device else budget.limit_bytes)
+        # Engines on the CPU do not count it.
+        assert budget.used_bytes == (0 if is_of_device else 3 * GB)
 
 
 def test_products_are_exact_and_any_number_of_shapes_is_allowed():

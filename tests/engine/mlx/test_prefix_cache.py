@@ -133,11 +133,12 @@ def test_a_hit_is_the_longest_usable_prefix(kept, prompt):
     cache = PrefixCache(limit_bytes=2000)
     for tokens, can_be_trimmed in kept:
         store(cache, tokens, can_be_trimmed=can_be_trimmed)
-        assert cache.nbytes == sum(value.nbytes for _, value, _ in cache._entries) <= 2000
+        assert cache.nbytes == sum(entry.state.nbytes for entry in cache._entries) <= 2000
     usable = [
         shared
-        for tokens, value, _ in cache._entries
-        if (shared := min(common_prefix(tokens, array(prompt)), len(prompt) - 1)) == len(tokens) or value.can_be_trimmed
+        for entry in cache._entries
+        if (shared := min(common_prefix(entry.tokens, array(prompt)), len(prompt) - 1)) == len(entry.tokens)
+        or entry.state.can_be_trimmed
     ]
     hit = cached_prefix(cache, prompt)
     if hit is None:

@@ -116,7 +116,7 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch):
             now += next(durations)
 
     monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: now))
-    limits = {"limit_bytes": 0, "used_bytes": lambda: 0, "trace_bytes": 0}
+    limits = {"limit_bytes": lambda: 0, "used_bytes": lambda: 0, "trace_bytes": 0}
     loop = Clock(cast(Any, None), **limits, make_room=lambda _: None, note_peak=lambda _: None)
     loop._jobs.append(cast(Any, None))
     for end in (0.6, 1.2, 3.2):
