@@ -14,9 +14,11 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from lmx_lab.blocking import Portal
 from lmx_lab.values.models import (
+    DiskUse,
     LoadReport,
     LoadSpec,
     ModelEvent,
+    Stored,
     TimeToLive,
     Unloading,
 )
@@ -337,6 +339,21 @@ class Backend(Protocol):
             model: The model to unload, or whose load is cancelled; None for the main model, or any load.
             wait: Whether running answers may finish: True without a time limit, False not at all, None within
                 ``drain_s``.
+        """
+
+    async def disk_use(self) -> DiskUse:
+        """Return the disk space that models and results use.
+
+        Raises:
+            InvalidRequestError: the server runs in another process.
+        """
+
+    async def remove_stored(self, item: Stored) -> None:
+        """Delete an item of ``disk_use``.
+
+        Raises:
+            InvalidRequestError: it has changed since, or is not removed by this package; or the server runs in another
+                process.
         """
 
     async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:

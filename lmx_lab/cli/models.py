@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -167,20 +166,18 @@ def storage(
 
     Models of other programs are listed with the command that removes them, and never deleted.
     """
-    from lmx_lab.weights.store import existing_parent
-    from lmx_lab.weights.usage import find_stored, list_stored, remove_stored
+    from lmx_lab.weights.usage import disk_use, find_stored, remove_stored
 
     settings = settings_with_folders()
     if not remove:
-        items = [item for item in list_stored(settings) if item.size_bytes]
+        use = disk_use(settings)
         table = Table("name", "what", "size", "path", box=None)
-        for item in items:
+        for item in use.items:
             cells = (item.name, item.what, f"{item.size_bytes / 1e6:,.1f} MB", str(item.path))
             table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
         _print_wide(table)
-        free = shutil.disk_usage(existing_parent(settings.home)).free
-        total = sum(item.size_bytes for item in items)
-        print_note(f"{total / 1e6:,.0f} MB in all; {free / 1e6:,.0f} MB are free at {settings.home}")
+        total = sum(item.size_bytes for item in use.items)
+        print_note(f"{total / 1e6:,.0f} MB in all; {use.free_bytes / 1e6:,.0f} MB are free at {settings.home}")
         return
     # All names are checked before anything is deleted.
     for item in [find_stored(settings, name) for name in dict.fromkeys(remove)]:

@@ -40,10 +40,12 @@ from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import (
+    DiskUse,
     LoadReport,
     LoadSpec,
     ModelEntry,
     ModelEvent,
+    Stored,
     TimeToLive,
     capacity_in_words,
     with_reason,
@@ -54,6 +56,8 @@ from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
+from lmx_lab.weights.files import in_thread as in_disk_thread
+from lmx_lab.weights.usage import disk_use, find_stored, remove_stored
 from lmx_lab.wire.admin import (
     KeepAnswer,
     ModelRecords,
@@ -455,6 +459,19 @@ class LocalBackend:
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
     ) -> float:
         return await self._report_progress(self._services.manager.unload(model, wait=wait), progress) / 1e9
+
+    async def disk_use(self) -> DiskUse:
+        return await in_disk_thread(lambda: disk_use(self._server.settings))
+
+    async def remove_stored(self, item: Stored) -> None:
+        settings = self._server.settings
+
+        def remove() -> None:
+            if find_stored(settings, item.name) != item:
+                raise InvalidRequestError(f"{item.name} has changed since it was listed; list it again", param="name")
+            remove_stored(settings, item)
+
+        await in_disk_thread(remove)
 
     async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
         state = await self._services.manager.keep(model, pin=pin, ttl_s=ttl_s)

@@ -26,9 +26,11 @@ from lmx_lab.errors import HostingError, InvalidRequestError, LabError, Unreacha
 from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import (
+    DiskUse,
     LoadReport,
     LoadSpec,
     ModelEvent,
+    Stored,
     TimeToLive,
     Unloading,
 )
@@ -56,6 +58,7 @@ from lmx_lab.wire.tokens import TokenizeRequest
 
 T = TypeVar("T")
 NEEDS_OWN_SERVER = "an attached lab cannot continue answers from their tokens; use a lab that launch() started"
+STORAGE_OF_SERVER = "an attached lab does not show what its server stores; run lmx-lab storage where the server runs"
 CLOSE_S = 2.0
 """Maximum time to close a connection."""
 _PANEL_CONNECTIONS: dict[str, RemoteServer] = {}
@@ -296,6 +299,12 @@ class RemoteBackend:
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
     ) -> float:
         return (await self.portal.call(self._client.unload(model, wait=wait, progress=progress))).freed_vram_gb
+
+    async def disk_use(self) -> DiskUse:
+        raise InvalidRequestError(STORAGE_OF_SERVER)
+
+    async def remove_stored(self, item: Stored) -> None:
+        raise InvalidRequestError(STORAGE_OF_SERVER)
 
     async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
         return await self.portal.call(self._client.keep(model, pin=pin, ttl_s=ttl_s))

@@ -9,7 +9,7 @@ const session = Math.random().toString(36).slice(2);
  * Send a request to the panel's Python object, and return its result. In VS Code, messages wait while the kernel is
  * busy: without a reply for one second, `fallback`, a route of the server, is called directly (see models.js); the
  * first reply counts. Without any reply for 8 seconds, the request fails.
- * @returns {Promise<any>} The result. Rejects with an Error whose message can be displayed.
+ * @returns {Promise<any>} The result. Rejects with an Error whose message can be displayed, and whose `param` names the wrong field.
  */
 const ask = (model, what, fields = {}, fallback = null) =>
   new Promise((resolve, reject) => {
@@ -24,7 +24,7 @@ const ask = (model, what, fields = {}, fallback = null) =>
     };
     const receive = (message) => {
       if (message?.id !== id) return;
-      message.ok ? end(resolve, message.result) : end(reject, Error(message.error.message));
+      message.ok ? end(resolve, message.result) : end(reject, Object.assign(Error(message.error.message), message.error));
     };
     model.on("msg:custom", receive);
     if (fallback)

@@ -69,7 +69,8 @@ class Panel(anywidget.AnyWidget):
 
     Traits are sent only to the views, never back. They are set on the workbench's loop, with ``show``. Therefore a view
     that is opened later, again or in a second tab shows the same as all others. A view sends ``{id, do, ...}`` and
-    receives ``{id, ok, result}`` or ``{id, ok, error: {code, message}}``. Messages may arrive on any thread.
+    receives ``{id, ok, result}`` or ``{id, ok, error: {code, message, param}}``, where ``param`` names the wrong field.
+    Messages may arrive on any thread.
     """
 
     SCRIPTS: ClassVar[tuple[str, ...]] = ()
@@ -201,7 +202,7 @@ class Panel(anywidget.AnyWidget):
                 )
             result = await getattr(self, f"do_{name}")(content)
         except LabError as exc:
-            self._refuse(number, exc.code, exc.message)
+            self._refuse(number, exc.code, exc.message, exc.param)
         except Exception:
             log.exception("a panel's request failed")
             self._refuse(number, "internal-error", BUG)
@@ -212,8 +213,8 @@ class Panel(anywidget.AnyWidget):
         finally:
             self._requests -= 1
 
-    def _refuse(self, number: str, code: str, message: str) -> None:
-        self.send({"id": number, "ok": False, "error": {"code": code, "message": message}})
+    def _refuse(self, number: str, code: str, message: str, param: str | None = None) -> None:
+        self.send({"id": number, "ok": False, "error": {"code": code, "message": message, "param": param}})
 
     # The panel's job
 

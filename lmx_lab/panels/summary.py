@@ -38,7 +38,7 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
     if serves and record.pinned:
         state, action = f"pinned{memory}", ""
     elif serves and record.loaded:
-        state, action = (f"unloading{memory}", "") if unloading else (f"loaded{memory}", "Unload")
+        state, action = f"{'unloading' if unloading else 'loaded'}{memory}", ""
     context = format_context(record, serves=serves)
     size = format_bytes(record.size_gb * 1e9)
     others = [format_ for format_ in record.formats if format_ != record.format]

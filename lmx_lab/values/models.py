@@ -358,6 +358,37 @@ def by_model(entries: Iterable[ModelEntry]) -> dict[str, list[ModelEntry]]:
     return models
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Something that takes space on the disk: a model, results, or files of another program."""
+
+    name: str
+    """Its name for ``remove_stored``: the id of a model, or another name that is unique in the list."""
+    what: str
+    """The kind of item, in a few words."""
+    path: Path
+    files: tuple[tuple[str, int], ...] = field(repr=False)
+    """The name and the size in bytes of each file, the largest first. In a folder, the names are relative to it."""
+    remedy: str = ""
+    """How it is removed, if this package does not remove it; otherwise empty."""
+    parts: tuple[Path, ...] = field(default=(), repr=False)
+    """The files of a split model; empty for everything that is one file or one folder."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for _, size in self.files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskUse:
+    """What a lab stores, and the space that is left."""
+
+    items: tuple[Stored, ...]
+    """Models and results on the disk, the largest first. Damaged and unfinished models are included."""
+    free_bytes: int
+    """Free space on the disk of the lab's home."""
+
+
 ECHO = ModelEntry(
     id="echo",
     path=Path("echo"),

@@ -6,17 +6,17 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from lmx_lab.errors import InvalidRequestError, StorageFullError, did_you_mean
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import DiskUse, Stored
 from lmx_lab.weights.gguf.names import parts_of
 from lmx_lab.weights.hub import cache_folder, repo_folder, repositories
 from lmx_lab.weights.locations import copy_locations, folder_locations
 from lmx_lab.weights.programs import program_folders
-from lmx_lab.weights.store import TEMP_NAME, folder_bytes, lock_model
+from lmx_lab.weights.store import TEMP_NAME, existing_parent, lock_model
 
 PROGRAMS = {
     "ollama": "remove a model with `ollama rm NAME`",
@@ -27,28 +27,13 @@ NO_MODELS = ("benchmark runs", "unfinished downloads", "prefix cache")
 """Kinds of items that are deleted without the lock of a model."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """Something that takes space on the disk."""
-
-    name: str
-    """What ``remove_stored`` expects: the id of a model, or another name that is unique in the list."""
-    what: str
-    """The kind of item, in a few words."""
-    path: Path
-    size_bytes: int
-    remedy: str = ""
-    """How it is removed, if this package does not remove it; otherwise empty."""
-    parts: tuple[Path, ...] = field(default=(), repr=False)
-    """The files of a split model; empty for everything that is one file or one folder."""
-
-
-def list_stored(settings: Settings) -> list[Stored]:
-    """Return the models and results on the disk, the largest first. Damaged and unfinished models are included.
-
-    It reads the sizes of all files, which takes seconds on a slow disk.
-    """
-    return sorted(_find(settings), key=lambda item: (-item.size_bytes, item.name))
+def disk_use(settings: Settings) -> DiskUse:
+    """Return what takes space on the disk. It reads the sizes of all files, which takes seconds on a slow disk."""
+    items = (item for item in _find(settings) if item.size_bytes)
+    return DiskUse(
+        items=tuple(sorted(items, key=lambda item: (-item.size_bytes, item.name))),
+        free_bytes=shutil.disk_usage(existing_parent(settings.home)).free,
+    )
 
 
 def find_stored(settings: Settings, name: str) -> Stored:
@@ -57,7 +42,7 @@ def find_stored(settings: Settings, name: str) -> Stored:
     Raises:
         InvalidRequestError: there is none, or this package does not delete it; the message says how to delete it.
     """
-    items = {item.name: item for item in list_stored(settings) if item.size_bytes}
+    items = {item.name: item for item in disk_use(settings).items}
     item = items.get(name)
     if item is None:
         raise InvalidRequestError(
@@ -71,7 +56,7 @@ def find_stored(settings: Settings, name: str) -> Stored:
 
 
 def remove_stored(settings: Settings, item: Stored) -> None:
-    """Delete an item of ``list_stored``. A model that a server has in memory stays usable until it is unloaded.
+    """Delete an item of ``disk_use``. A model that a server has in memory stays usable until it is unloaded.
 
     Raises:
         StorageFullError: a file cannot be deleted; the message names it.
@@ -102,39 +87,49 @@ def _find(settings: Settings) -> Iterator[Stored]:
     for location in folder_locations(models, "store"):
         path = models / location.id
         parts = tuple(path.with_name(name) for name in parts_of(path.name))
-        size = sum(map(_size, parts))
+        files = tuple(file for part in parts for file in _files(part))
         what = "link to a model" if path.is_symlink() else "model"
-        yield Stored(name=location.id, what=what, path=path, size_bytes=size, parts=parts if len(parts) > 1 else ())
+        yield Stored(name=location.id, what=what, path=path, files=files, parts=parts if len(parts) > 1 else ())
     for copy in copy_locations(settings.quantized_folder):
         folder = settings.quantized_folder / copy.id
-        yield Stored(name=copy.id, what="quantized copy", path=folder, size_bytes=_size(folder))
+        yield Stored(name=copy.id, what="quantized copy", path=folder, files=_files(folder))
     for repo in repositories(cache):
         folder = repo_folder(cache, repo.id)
-        yield Stored(name=repo.id, what="model in the hub cache", path=folder, size_bytes=_size(folder))
+        yield Stored(name=repo.id, what="model in the hub cache", path=folder, files=_files(folder))
     temporary = models / TEMP_NAME
-    yield Stored(name="unfinished", what="unfinished downloads", path=temporary, size_bytes=_size(temporary))
+    yield Stored(name="unfinished", what="unfinished downloads", path=temporary, files=_files(temporary))
     runs, experiments, daemon = settings.home / "bench", settings.home / "experiments.db", settings.daemon_folder
-    yield Stored(name="bench", what="benchmark runs", path=runs, size_bytes=_size(runs))
+    yield Stored(name="bench", what="benchmark runs", path=runs, files=_files(runs))
     for name, what, path, remedy in (
         ("experiments", "stored evaluations", experiments, "delete some with lab.experiments().delete(ID)"),
         ("daemon", "sessions and events", daemon, "delete a session with its method delete(); old events expire"),
     ):
-        yield Stored(name=name, what=what, path=path, size_bytes=_size(path), remedy=remedy)
+        yield Stored(name=name, what=what, path=path, files=_files(path), remedy=remedy)
+    if (records := settings.record_to) is not None:
+        remedy = "delete its records with lab.requests.clear()"
+        yield Stored(name="records", what="recorded requests", path=records, files=_files(records), remedy=remedy)
     if (prefixes := settings.prefix_cache_dir) is not None:
-        yield Stored(name="prefixes", what="prefix cache", path=prefixes, size_bytes=_size(prefixes))
+        yield Stored(name="prefixes", what="prefix cache", path=prefixes, files=_files(prefixes))
     for source, folder in program_folders() if settings.other_programs else ():
         what, remedy = f"models of {source}", PROGRAMS[source]
-        yield Stored(name=source, what=what, path=folder, size_bytes=_size(folder), remedy=remedy)
+        yield Stored(name=source, what=what, path=folder, files=_files(folder), remedy=remedy)
     for folder in settings.model_folders:
         remedy = "its files are your own; delete them in the folder"
-        yield Stored(name=str(folder), what="additional folder", path=folder, size_bytes=_size(folder), remedy=remedy)
+        yield Stored(name=str(folder), what="additional folder", path=folder, files=_files(folder), remedy=remedy)
 
 
-def _size(path: Path) -> int:
-    """Return the size of a file, of all files in a folder, or of a link itself."""
+def _files(path: Path) -> tuple[tuple[str, int], ...]:
+    """Return ``Stored.files`` of a file, of a folder, or of a link itself; files may appear and disappear meanwhile."""
+    found = {}
     if os.path.isdir(path) and not os.path.islink(path):
-        return folder_bytes(path)
-    try:
-        return os.lstat(path).st_size
-    except OSError:
-        return 0
+        for root, _, names in os.walk(path):
+            below = os.path.relpath(root, path)
+            for name in names:
+                with suppress(OSError):
+                    found[name if below == "." else os.path.join(below, name)] = os.lstat(
+                        os.path.join(root, name)
+                    ).st_size
+    else:
+        with suppress(OSError):
+            found[path.name] = os.lstat(path).st_size
+    return tuple(sorted(found.items(), key=lambda file: (-file[1], file[0])))

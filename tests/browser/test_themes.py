@@ -18,6 +18,14 @@ def fill(tab):
     tab.panel("Models").get_by_label("model to load").fill("nothing/like-this")
     tab.page.keyboard.press("Enter")
     expect(tab.panel("Models").get_by_role("alert")).to_contain_text("nothing/like-this")
+    fold_models(tab)
+    expect(tab.panel("Models").get_by_role("list", name="list of what is stored")).to_contain_text("tiny-bert")
+
+
+def fold_models(tab):
+    """Open the options and the storage in the models panel, or close them again."""
+    tab.panel("Models").get_by_role("button", name="options", exact=True).click()
+    tab.panel("Models").get_by_text("storage", exact=True).click()
 
 
 def contrasts(tab):
@@ -57,6 +65,7 @@ def test_the_panels_are_accessible_and_all_text_has_enough_contrast(panels, them
         stopped = contrasts(panels)
         violations += serious_violations(panels.page, GRID)
     finally:
+        fold_models(panels)
         panels.kernel(LAUNCH.format(loop="thread"))
         panels.theme("light")
     assert violations == []

@@ -141,17 +141,22 @@ def test_files_of_other_programs_and_of_the_user_are_never_deleted(home, tmp_pat
     for folder in (mine, cache):
         folder.mkdir()
         shutil.copy(tiny_gguf, folder)
+    records = tmp_path / "records.db"
+    records.write_bytes(b"0" * 1000)
     environ = {"LMX_LAB_MODEL_FOLDERS": str(mine), "LLAMA_CACHE": str(cache), "LMX_LAB_OTHER_PROGRAMS": "1"}
+    environ["LMX_LAB_RECORD_TO"] = str(records)
     sizes = stored(home, **environ, HOME=str(tmp_path), OLLAMA_MODELS=str(tmp_path / "none"))
-    assert {str(mine), "llama.cpp"} <= set(sizes)
+    assert {str(mine), "llama.cpp", "records"} <= set(sizes)
     for name, remedy in (
         (str(mine), "its files are your own; delete them in the folder"),
         ("llama.cpp", "delete its files in this folder"),
+        ("records", "delete its records with lab.requests.clear()"),
     ):
         result = run_command(home, "storage", "--remove", name, "--yes", environ=environ)
         assert result.status == USAGE
         assert remedy in result.stderr
     assert len(list(mine.iterdir())) == len(list(cache.iterdir())) == 1
+    assert records.exists()
 
 
 def test_of_a_link_only_the_link_is_deleted(tiny_home, tmp_path):

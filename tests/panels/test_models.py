@@ -1,17 +1,26 @@
 """Test the models panel without a browser: its list, loads, unloads, refused requests."""
 
+import contextlib
 import threading
+import time
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from lmx_lab.errors import NotLoadedError, OutOfMemoryError
-from lmx_lab.panels.models import MAX_ROWS, ModelsPanel
+import lmx_lab
+from lmx_lab.engine.engines import engine_for
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, OutOfMemoryError, StorageFullError
+from lmx_lab.notebook.local import LocalBackend
+from lmx_lab.panels.models import ENGINES, MAX_ROWS, ModelsPanel
 from lmx_lab.panels.panel import BUG
-from lmx_lab.values.models import ModelEvent, Unloading
-from lmx_lab.wire.admin import Preference
+from lmx_lab.panels.workbench import Workbench
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import DiskUse, EngineChoice, ModelEvent, Stored, Unloading
+from lmx_lab.wire.admin import Preference, RequestEvent
 from tests.support.gguf import EXACT, LOSSY
 from tests.support.labs import manager_of
-from tests.support.panels import Reader, Refused, ScriptedBackend, record
+from tests.support.panels import QUICK, Reader, Refused, ScriptedBackend, record, server_sample
 
 PANEL = ModelsPanel
 
@@ -31,9 +40,9 @@ def test_refresh_shows_the_list(reader, backend):
     assert [row["cells"][5] for row in reader.panel.rows] == ["512", "", "5,120 in 8 slots"]
     assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "mlx", "250 MB", "4-bit", "512", "loaded, 10 MB"]
     assert cells(reader.panel) == {
-        "tiny": ("loaded, 10 MB", "Unload"),
+        "tiny": ("loaded, 10 MB", ""),
         "mini": ("pinned, 1.50 GB", ""),
-        "other": ("loaded", "Unload"),
+        "other": ("loaded", ""),
     }
 
 
@@ -79,7 +88,7 @@ def test_a_load_is_answered_at_once_and_its_end_is_shown_in_the_list(reader, bac
     reader.until(lambda panel: [job["id"] for job in panel.jobs] == ["tiny"])
     backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
     reader.give(backend.loads, "done")
-    reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
+    reader.until(lambda panel: not panel.jobs and cells(panel) == {"tiny": ("loaded, 10 MB", "")})
 
 
 @pytest.mark.parametrize(
@@ -102,6 +111,180 @@ def test_a_load_shows_its_progress_as_one_job(reader, backend, name, event, show
     reader.ask("load", model=name)
     reader.give(backend.published, event)
     reader.until(lambda panel: panel.jobs == [{"id": name, **shown, "actions": ["Cancel"]}])
+
+
+def in_memory(panel):
+    return {row["id"]: row for row in panel.resident}
+
+
+def test_each_model_in_memory_has_a_row(reader, backend):
+    backend.set_state(model="tiny", others=("mini", "big"))
+    backend.measured = server_sample(1.0, memory_total_gb=16.0)
+    backend.records = [
+        record("big", loaded=True, vram_gb=4.0, ttl_s=90.0, idle_since=time.time() - 200.0),
+        record("mini", loaded=True, vram_gb=0.5, pinned=True, idle_since=time.time() - 7300.0),
+        record("other"),
+        record("tiny", loaded=True, vram_gb=0.01, main=True, ttl_s=3600.0, idle_since=time.time() - 10.0),
+    ]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.resident) == 3 and panel.resident[0]["fraction"])
+    choices = [["never", "never"], ["60", "1 min"], ["300", "5 min"], ["900", "15 min"], ["3600", "1 h"]]
+    assert reader.panel.resident == [
+        {
+            "id": "tiny",
+            "main": True,
+            "pinned": False,
+            "leaving": False,
+            "memory": "10 MB of 16.00 GB",
+            "fraction": 0.000625,
+            "idle": "idle",
+            "ttl": "3600",
+            "ttls": choices,
+        },
+        {
+            "id": "big",
+            "main": False,
+            "pinned": False,
+            "leaving": False,
+            "memory": "4.00 GB of 16.00 GB",
+            "fraction": 0.25,
+            "idle": "idle for 3 min",
+            "ttl": "90",
+            "ttls": [*choices[:2], ["90", "90 s"], *choices[2:]],
+        },
+        {
+            "id": "mini",
+            "main": False,
+            "pinned": True,
+            "leaving": False,
+            "memory": "500 MB of 16.00 GB",
+            "fraction": 0.03125,
+            "idle": "idle for 121 min",
+            "ttl": "never",
+            "ttls": choices,
+        },
+    ]
+    backend.set_state(state="stopped")
+    reader.until(lambda panel: panel.resident == [])
+
+
+def test_a_row_says_whether_its_model_answers(reader, backend):
+    backend.set_state(model="tiny")
+    backend.records = [record("tiny", loaded=True, idle_since=time.time() - 200.0)]
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.resident and panel.resident[0]["idle"] == "idle for 3 min")
+    assert (reader.panel.resident[0]["memory"], reader.panel.resident[0]["fraction"]) == ("0 kB", None)
+    backend.measured = server_sample(1.0, active_requests=1)
+    reader.until(lambda panel: panel.resident[0]["idle"] == "answering")
+    event = RequestEvent(
+        **{"request_id": "1", "model": "tiny", "finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1},
+        **{"tokens_per_second": 1.0, "ttft_ms": 1.0},
+    )
+    reader.give(backend.published, event)
+    backend.measured = server_sample(2.0)
+    reader.until(lambda panel: panel.resident[0]["idle"] == "idle")
+    # An older server does not say how long a model has been idle.
+    backend.records = [record("tiny", loaded=True)]
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.resident[0]["idle"] == "")
+
+
+def test_pins_and_times_to_live_are_changed(reader, backend):
+    backend.records = [record("tiny", loaded=True)]
+    reader.ask("refresh")
+    for pin, ttl_s, shown in [
+        (True, None, (True, "never")),
+        (None, 300, (False, "300")),
+        (False, "never", (False, "never")),
+    ]:
+        reader.ask("keep", model="tiny", pin=pin, ttl_s=ttl_s)
+        assert backend.requests.pop() == ("keep", ("tiny", pin, ttl_s))
+        reader.until(lambda panel, shown=shown: [(row["pinned"], row["ttl"]) for row in panel.resident] == [shown])
+    with pytest.raises(Refused, match="ttl_s: ") as refusal:
+        reader.ask("keep", model="tiny", ttl_s="soon")
+    assert refusal.value.param == "ttl_s"
+
+
+def test_a_model_next_to_the_main_one_is_unloaded_by_its_name_and_can_wait(reader, backend):
+    backend.set_state(model="tiny", others=("big",))
+    backend.records = [record("tiny", loaded=True), record("big", loaded=True)]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.resident) == 2)
+    reader.ask("unload", model="big")
+    reader.until(lambda panel: jobs(panel) == [("big", "unloading", [])])
+    assert {name: row["leaving"] for name, row in in_memory(reader.panel).items()} == {"tiny": False, "big": True}
+    waiting = Unloading(answers_left=1, seconds_left=28)
+    backend.records[1] = record("big", loaded=True, unloading=waiting)
+    reader.give(backend.published, ModelEvent(model="big", stage="unloading", unloading=waiting))
+    reader.until(lambda panel: jobs(panel)[0][2] == ["Wait", "Stop now"])
+    assert cells(reader.panel) == {"tiny": ("loaded", ""), "big": ("unloading", "")}
+    reader.ask("unload", model="big", wait=True)
+    reader.until(lambda panel: backend.requests == [("unload", "big"), ("unload", ("big", True))])
+    backend.set_state(others=())
+    backend.records = [record("tiny", loaded=True), record("big")]
+    reader.give(backend.unloads, 0.1, 0.1)
+    reader.give(backend.published, ModelEvent(model="big", stage="unloaded"))
+    reader.until(lambda panel: not panel.jobs and list(in_memory(panel)) == ["tiny"])
+
+
+def test_a_model_that_is_no_longer_next_to_the_main_one_is_detected(reader, backend):
+    backend.set_state(model="tiny", others=("big",))
+    backend.records = [record("tiny", loaded=True), record("big", loaded=True)]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.resident) == 2 and panel.server["others"] == ("big",))
+    backend.records = [record("tiny", loaded=True), record("big")]
+    backend.set_state(others=())
+    reader.until(lambda panel: list(in_memory(panel)) == ["tiny"])
+
+
+def test_a_load_has_the_options_of_the_form(reader, backend):
+    options = {"engine": "llama.cpp", "context_length": 4096, "draft": "mini", "deterministic": True}
+    reader.ask("load", model="tiny", options=options)
+    reader.give(backend.loads, "done")
+    reader.until(lambda panel: not panel.jobs)
+    assert backend.requests == [("load", ("tiny", options))]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"context_length": "many"}, "context_length"),
+        ({"kv_cache_dtype": "q2"}, "kv_cache_dtype"),
+        ({"contextlength": 1}, "contextlength"),
+        ("engine", "options"),
+    ],
+)
+def test_an_invalid_option_is_refused_with_its_name(reader, backend, options, field):
+    with pytest.raises(Refused, match=field) as refusal:
+        reader.ask("load", model="tiny", options=options)
+    assert refusal.value.param == field
+    assert backend.requests == []
+
+
+def test_each_model_has_the_engines_that_can_run_it(reader, backend):
+    backend.records = [
+        record("both", format="gguf", engine="llama.cpp", formats=["gguf", "mlx"]),
+        record("tiny"),
+        record("echo", format="echo", engine="echo", formats=["echo"]),
+    ]
+    reader.ask("refresh")
+    reader.until(lambda panel: len(panel.rows) == 3)
+    assert {row["id"]: row["engines"] for row in reader.panel.rows} == {
+        "both": ["llama.cpp", "mlx"],
+        "tiny": ["mlx"],
+        "echo": [],
+    }
+    assert reader.panel.choices == {"engine": ["mlx", "llama.cpp"], "kv_cache_dtype": ["q8_0", "q4_0"]}
+    # Without llama.cpp.
+    backend.engines = backend.engines[:1]
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.choices["engine"] == ["mlx"])
+    assert [row["engines"] for row in reader.panel.rows] == [["mlx"], ["mlx"], []]
+
+
+def test_the_engine_of_each_format_is_the_one_that_runs_it():
+    assert {format_: engine_for(format_).name for format_ in ENGINES} == ENGINES
+    assert sorted(ENGINES.values()) == sorted(name for name in get_args(EngineChoice) if name != "auto")
 
 
 def jobs(panel):
@@ -244,7 +427,7 @@ def test_an_unload_without_an_event_is_detected(reader, backend):
     backend.records = [record("tiny", loaded=True, vram_gb=0.01)]
     reader.ask("refresh")
     reader.until(lambda panel: panel.server["model"] == "tiny")
-    reader.until(lambda panel: cells(panel).get("tiny") == ("loaded, 10 MB", "Unload"))
+    reader.until(lambda panel: cells(panel).get("tiny") == ("loaded, 10 MB", ""))
     backend.records = [record("tiny")]
     backend.set_state(model=None)
     reader.until(lambda panel: cells(panel).get("tiny") == ("on disk", "Load"))
@@ -262,7 +445,7 @@ def test_a_stopped_server_refuses_and_the_next_one_is_shown(reader, backend, wor
     backend.set_state(model="tiny")
     backend.records = [record("tiny", loaded=True, vram_gb=0.01, loaded_context_length=512, slots=8)]
     reader.ask("refresh")
-    reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "Unload")})
+    reader.until(lambda panel: cells(panel) == {"tiny": ("loaded, 10 MB", "")})
     # The load of another client.
     reader.give(backend.published, ModelEvent(model="org/other", stage="download", done_bytes=1_000_000))
     reader.until(lambda panel: panel.jobs)
@@ -337,19 +520,150 @@ def test_requests_from_any_thread_are_answered(reader):
     reader.until(lambda panel: len(panel.rows) == 2)
 
 
+def stored(name, *sizes, what="model", remedy=""):
+    files = tuple((f"part-{number}", size) for number, size in enumerate(sizes))
+    return Stored(name=name, what=what, path=Path("/home", name), files=files, remedy=remedy)
+
+
+def test_storage_shows_what_takes_space_and_what_a_deletion_would_delete(reader, backend):
+    backend.records = [record("tiny", loaded=True)]
+    reader.ask("refresh")
+    assert reader.panel.storage == {}
+    backend.use = DiskUse(
+        items=(
+            stored("llama.cpp", 3 * 10**9, what="models of llama.cpp", remedy="delete its files"),
+            stored("big", *[10**8] * 10),
+            stored("tiny", 10**6),
+        ),
+        free_bytes=2 * 10**9,
+    )
+    reader.ask("storage")
+    reader.until(lambda panel: len(panel.storage.get("rows", ())) == 3)
+    assert reader.panel.storage["note"] == "4.00 GB in all, 2.00 GB free: models of llama.cpp 3.00 GB, model 1.00 GB"
+    names = ", ".join(f"part-{number} (100 MB)" for number in range(8))
+    assert reader.panel.storage["rows"] == [
+        {
+            "id": "llama.cpp",
+            "cells": ["models of llama.cpp", "3.00 GB", "/home/llama.cpp"],
+            "remedy": "delete its files",
+            "question": "",
+        },
+        {
+            "id": "big",
+            "cells": ["model", "1.00 GB", "/home/big"],
+            "remedy": "",
+            "question": f"Delete big, 1.00 GB at /home/big? 10 files: {names} and 2 more.",
+        },
+        {
+            "id": "tiny",
+            "cells": ["model", "1 MB", "/home/tiny"],
+            "remedy": "",
+            "question": (
+                "Delete tiny, 1 MB at /home/tiny? 1 file: part-0 (1 MB). "
+                "It is in memory, and can be used until it is unloaded."
+            ),
+        },
+    ]
+
+
+def test_only_what_the_confirmed_question_names_is_deleted(reader, backend, workbench):
+    tiny = stored("tiny", 10**6)
+    backend.use = DiskUse(items=(tiny,), free_bytes=0)
+    reader.ask("storage")
+    reader.until(lambda panel: panel.storage.get("rows"))
+    question = reader.panel.storage["rows"][0]["question"]
+    with pytest.raises(Refused, match="has changed since it was listed"):
+        reader.ask("remove", question=question.replace("1 MB", "2 MB"))
+    reader.ask("remove", question=question)
+    reader.until(lambda panel: panel.storage["note"] == "Deleting tiny …")
+    assert [row["question"] for row in reader.panel.storage["rows"]] == [""]
+    with pytest.raises(Refused, match="has changed since it was listed"):
+        reader.ask("remove", question=question)
+    reader.give(backend.removals, StorageFullError("/home/tiny cannot be deleted"))
+    reader.until(lambda panel: panel.error == "tiny was not deleted: /home/tiny cannot be deleted")
+    reader.until(lambda panel: panel.storage["rows"][0]["question"] == question)
+    reader.ask("remove", question=question)
+    backend.use = DiskUse(items=(), free_bytes=10**6)
+    reader.give(backend.removals, None)
+    reader.until(lambda panel: panel.storage == {"rows": [], "note": "0 kB in all, 1 MB free"})
+    assert backend.requests == [("remove", tiny)] * 2
+    assert not reader.panel.error
+    workbench.follow(ScriptedBackend())
+    reader.until(lambda panel: panel.storage == {})
+
+
+def test_a_real_lab_deletes_what_is_as_it_was_listed(lab, real_workbench):
+    runs = lab.settings.home / "bench"
+    runs.mkdir()
+    (runs / "run.jsonl").write_bytes(b"0" * 2_000_000)
+    reader = Reader(ModelsPanel(real_workbench))
+
+    def question(panel):
+        rows = panel.storage.get("rows", ())
+        return next((row["question"] for row in rows if row["id"] == "bench"), None)
+
+    reader.ask("storage")
+    reader.until(question)
+    tiny = next(row for row in reader.panel.storage["rows"] if row["id"] == "tiny")
+    assert (tiny["cells"][0], tiny["cells"][2]) == ("model", str(lab.settings.home / "models" / "tiny"))
+    assert question(reader.panel) == f"Delete bench, 2 MB at {runs}? 1 file: run.jsonl (2 MB)."
+    (runs / "later.jsonl").write_bytes(b"0" * 1000)
+    reader.ask("remove", question=question(reader.panel))
+    changed = "bench was not deleted: bench has changed since it was listed; list it again"
+    reader.until(lambda panel: panel.error == changed and question(panel))
+    assert question(reader.panel).endswith("2 files: run.jsonl (2 MB), later.jsonl (1 kB).")
+    reader.ask("remove", question=question(reader.panel))
+    reader.until(lambda panel: panel.storage["rows"] and question(panel) is None)
+    assert not reader.panel.error
+    assert not runs.exists()
+    assert (lab.settings.home / "models" / "tiny").exists()
+
+
+def test_an_attached_lab_says_where_storage_is_listed(lab):
+    with lmx_lab.attach(lab.url) as attached:
+        workbench = Workbench(attached.backend, **QUICK)
+        reader = Reader(ModelsPanel(workbench))
+        reader.ask("storage")
+        reader.until(lambda panel: "run lmx-lab storage where the server runs" in panel.storage.get("note", ""))
+        workbench.suspend()
+        with pytest.raises(InvalidRequestError, match="where the server runs"):
+            attached.backend.portal.run(attached.backend.remove_stored(stored("bench", 1)))
+
+
+def test_a_real_lab_keeps_several_models(endless_home):
+    settings = Settings(home=endless_home, port=0, resident=2)
+    with lmx_lab.Lab(settings, loop="thread") as lab, contextlib.ExitStack() as stack:
+        workbench = Workbench(LocalBackend(lab.server), **QUICK)
+        stack.callback(workbench.suspend)
+        reader = Reader(ModelsPanel(workbench))
+        for name in ("tiny", "tiny-two"):
+            reader.ask("load", model=name)
+            reader.until(lambda panel, name=name: in_memory(panel).get(name, {}).get("main") and not panel.jobs)
+        reader.until(lambda panel: [row["fraction"] is not None for row in panel.resident] == [True, True])
+        reader.ask("keep", model="tiny", pin=True)
+        reader.until(lambda panel: in_memory(panel)["tiny"]["pinned"])
+        reader.ask("unload", model="tiny")
+        reader.until(lambda panel: panel.error.startswith("tiny was not unloaded: tiny is pinned"))
+        reader.ask("keep", model="tiny", pin=False, ttl_s=900)
+        reader.until(lambda panel: in_memory(panel)["tiny"]["ttl"] == "900")
+        reader.ask("unload", model="tiny")
+        reader.until(lambda panel: list(in_memory(panel)) == ["tiny-two"] and not panel.jobs and not panel.error)
+        assert manager_of(lab).snapshot.model == "tiny-two"
+
+
 def test_a_real_lab_loads_waits_and_unloads_and_its_errors_are_shown(lab, real_workbench, tmp_path):
     reader = Reader(ModelsPanel(real_workbench))
     reader.ask("refresh")
     reader.until(lambda panel: panel.rows)
     reader.ask("load", model="tiny")
     reader.until(lambda panel: panel.server["model"] == "tiny" and not panel.jobs)
-    reader.until(lambda panel: cells(panel)["tiny"][1] == "Unload")
+    reader.until(lambda panel: list(in_memory(panel)) == ["tiny"])
     pieces = iter(lab.chat("Hello", stream=True, max_tokens=300, ignore_eos=True))
     next(pieces)
     reader.ask("load", model="tiny-two")
     assert len("".join(pieces)) > 100
     reader.until(lambda panel: panel.server["model"] == "tiny-two" and not panel.jobs)
-    reader.until(lambda panel: cells(panel)["tiny-two"][1] == "Unload")
+    reader.until(lambda panel: list(in_memory(panel)) == ["tiny-two"])
     assert cells(reader.panel)["tiny"] == ("on disk", "Load")
     assert not reader.panel.error
     reader.ask("unload", model="tiny-two")
@@ -358,3 +672,22 @@ def test_a_real_lab_loads_waits_and_unloads_and_its_errors_are_shown(lab, real_w
     assert manager_of(lab).snapshot.model is None
     reader.ask("load", model=str(tmp_path))
     reader.until(lambda panel: panel.error.startswith(f"{tmp_path} was not loaded: "))
+    assert not reader.panel.error_field
+
+
+@pytest.mark.parametrize("is_attached", [False, True], ids=["local", "attached"])
+def test_an_option_that_the_engine_refuses_is_named_until_the_next_load(lab, is_attached):
+    with contextlib.ExitStack() as stack:
+        backend = stack.enter_context(lmx_lab.attach(lab.url)).backend if is_attached else LocalBackend(lab.server)
+        workbench = Workbench(backend, **QUICK)
+        stack.callback(workbench.suspend)
+        reader = Reader(ModelsPanel(workbench))
+        reader.ask("load", model="tiny", options={"kv_cache_dtype": "q8_0"})
+        reader.until(lambda panel: panel.error.startswith("tiny was not loaded: tiny runs on MLX"))
+        assert reader.panel.error_field == "kv_cache_dtype"
+        reader.ask("load", model="tiny", options={"context_length": 100})
+        reader.until(lambda panel: panel.server["model"] == "tiny" and not panel.jobs and not panel.error)
+        assert not reader.panel.error_field
+        assert manager_of(lab).snapshot.context_length == 100
+        reader.ask("unload", model="tiny")
+        reader.until(lambda panel: panel.server["model"] is None)

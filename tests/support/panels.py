@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
@@ -19,9 +19,9 @@ from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.summary import FIELDS
 from lmx_lab.server.translate import timings, usage
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
+from lmx_lab.values.models import DiskUse, EngineChoice, LoadReport, LoadSpec, ModelEvent, Stored, TimeToLive
 from lmx_lab.values.outputs import Delta, FinishReason, Vectors
-from lmx_lab.wire.admin import ModelRecord, ModelRecords, Preference, RequestEvent, Sample
+from lmx_lab.wire.admin import EngineRecord, KeepAnswer, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.events import EVENT_CLASSES
@@ -74,8 +74,13 @@ class ScriptedBackend:
         self.now = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400")
         self.measured: Sample | None = None
         self.preference: Preference | None = None
+        self.engines = [
+            EngineRecord(name=name, version="1", tokens_per_second=None) for name in get_args(EngineChoice)[1:]
+        ]
         self.records = [record("tiny"), record("tiny-two")]
         self.scans = 0
+        self.use = DiskUse(items=(), free_bytes=2 * 10**9)
+        self.removals: asyncio.Queue[Any] = asyncio.Queue()
         self.requests: list[tuple[str, Any]] = []
         self.loads: asyncio.Queue[Any] = asyncio.Queue()
         self.unloads: asyncio.Queue[Any] = asyncio.Queue()
@@ -101,10 +106,10 @@ class ScriptedBackend:
 
     async def models(self) -> ModelRecords:
         self.scans += 1
-        return ModelRecords(models=list(self.records), preference=self.preference)
+        return ModelRecords(models=list(self.records), engines=self.engines, preference=self.preference)
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
-        self.requests.append(("load", spec.model))
+        self.requests.append(("load", (spec.model, spec.options) if spec.options else spec.model))
         await _next(self.loads)
         return LoadReport(model=spec.model, load_time_ms=1.0, vram_gb=0.1)
 
@@ -114,8 +119,19 @@ class ScriptedBackend:
     async def unload(
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
     ) -> float:
-        self.requests.append(("unload", self.now.model) if wait is None else ("unload", (model, wait)))
+        self.requests.append(("unload", model if wait is None else (model, wait)))
         return float(await _next(self.unloads))
+
+    async def keep(self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None) -> KeepAnswer:
+        self.requests.append(("keep", (model, pin, ttl_s)))
+        return KeepAnswer(model=model, pinned=bool(pin), ttl_s=None if ttl_s == "never" else ttl_s)
+
+    async def disk_use(self) -> DiskUse:
+        return self.use
+
+    async def remove_stored(self, item: Stored) -> None:
+        self.requests.append(("remove", item))
+        await _next(self.removals)
 
     async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
         self.requests.append(("generate", request))
@@ -225,10 +241,11 @@ class Page(HTMLParser):
 
 
 class Refused(Exception):
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, param: str | None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+        self.param = param
 
 
 class Reader:
