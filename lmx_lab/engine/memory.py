@@ -39,6 +39,9 @@ STALL_PERCENT, END_STALL_PERCENT = 10.0, 2.0
 """Share of the last 10 s in which a program waited for memory, at which pressure begins and ends."""
 FREE_SHARE, END_FREE_SHARE = 0.04, 0.08
 """Share of a container's memory that is free, at which pressure begins and ends."""
+RESERVED_BYTES = 256 * 2**20
+"""Part of a process's limit for its data that is left for memory that is reserved and not used: the stacks of threads,
+and heaps. With 22 threads, a server has reserved up to 0.5 GB (measured)."""
 LEAST_BYTES = 256 * 2**20
 """What models may use besides their weights in any case, unless the limit is less."""
 LEAST_WORK_BYTES = 64 * 2**20
@@ -70,7 +73,7 @@ def memory_limit_bytes(
     """Return the memory limit for all processes of the container together; ``None`` if there is no limit."""
     limits = [limit for _, _, limit in _memory_limits(cgroups, membership)]
     if (own_limit := _data_limit()) is not None:
-        limits.append(own_limit)
+        limits.append(max(0, own_limit - RESERVED_BYTES))
     if (hub_limit := _hub_limit(environ, HUB_MEMORY)) is not None:
         limits.append(int(hub_limit))
     return min(limits, default=None)

@@ -20,6 +20,7 @@ from lmx_lab.engine.memory import (
     LEAST_BYTES,
     LEAST_WORK_BYTES,
     MEMBERSHIP,
+    RESERVED_BYTES,
     Budget,
     container_free_bytes,
     cpu_limit,
@@ -376,7 +377,8 @@ print(total_bytes(), Budget(None).total_bytes, free_bytes())
 """
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     total, allowed, free = map(int, asked.stdout.split())
-    assert (total, allowed) == (GIB, GIB * 8 // 10)
+    assert total == GIB - RESERVED_BYTES
+    assert allowed == total * 8 // 10
     assert 0 < free < GIB
 
 

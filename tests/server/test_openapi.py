@@ -72,7 +72,7 @@ def test_streams_are_described_by_their_events(document):
         line, end = stream(path, "post")["properties"]["data"]["anyOf"]
         assert shapes(line) == [chunk, "ErrorBody"]
         assert end == {"const": "[DONE]"}
-    assert len(shapes(stream("/admin/events", "get")["properties"]["data"])) == 6
+    assert len(shapes(stream("/admin/events", "get")["properties"]["data"])) == 7
 
 
 def test_all_operations_have_descriptions(document):
