@@ -129,8 +129,14 @@ def with_context(source: Path, context: int, folder: Path) -> Path:
     return with_values(source, folder / source.name, {"llama.context_length": context})
 
 
-def with_tokens(source: Path, renamed: Mapping[str, str], target: Path, template: str) -> Path:
-    """Write a copy with a chat template, and with some tokens renamed and changed to ordinary added tokens."""
+def with_tokens(
+    source: Path, renamed: Mapping[str, str], target: Path, template: str, *, special: bool = False
+) -> Path:
+    """Write a copy with a chat template, and with some tokens renamed and changed to ordinary added tokens.
+
+    Args:
+        special: Whether they become special tokens.
+    """
     file = read_gguf(source)
     tokens: list[str] = []
     table, at = file.values["tokenizer.ggml.tokens"], 16
@@ -140,7 +146,7 @@ def with_tokens(source: Path, renamed: Mapping[str, str], target: Path, template
     types = file.values["tokenizer.ggml.token_type"]
     kinds = list(struct.unpack_from(f"<{(len(types) - 16) // 4}i", types, 16))
     for new in renamed.values():
-        kinds[tokens.index(new)] = TokenType.USER_DEFINED
+        kinds[tokens.index(new)] = TokenType.CONTROL if special else TokenType.USER_DEFINED
     changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, TEMPLATE_KEY: template}
     return file.changed(changes).written(target)
 

@@ -103,6 +103,20 @@ async def test_calls_in_the_models_own_format_are_parsed_and_have_ids_and_logpro
         assert free.text
 
 
+async def test_special_tokens_are_parts_of_the_models_own_format_and_no_text(tiny_gguf, pieces, tmp_path):
+    names = dict(zip(MARKERS, ("[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"), strict=True))
+    path = with_tokens(tiny_gguf, names, tmp_path / "tiny.gguf", FAMILIES["mistral"].template, special=True)
+    (calls, arguments, outside, _), look, empty = range(3, 7), pieces["look"], pieces["Ġ{}"]
+    tokens = [pieces["river"], outside, calls, look, arguments, empty, 2]
+    async with ModelManager(LLAMA_SETTINGS) as manager:
+        await load_entry(manager, entry_of(path))
+        forced = await forced_request(manager, chat(tools=ALL), tokens)
+        async with await manager.submit(forced) as stream:
+            answer = merge_deltas([delta async for delta in stream])
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("look", "{}")]
+    assert (answer.text, answer.ids, stream.report.finish_reason) == ("river", tuple(tokens), "tool_calls")
+
+
 async def test_an_answer_whose_missing_ids_cannot_be_found_ends_without_them(tiny, tiny_gguf, tmp_path):
     path = Path(shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"))
     # llama.cpp reports only the last token of a character.
