@@ -214,6 +214,13 @@ def test_a_gguf_template_that_never_ends_is_rejected_before_the_load(gguf_lab, t
             gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
 
 
+def test_a_gguf_template_that_never_ends_when_its_format_is_detected_is_rejected(gguf_lab, tiny_gguf, tmp_path):
+    template = f"{{% if messages[0].content == 'probe' %}}{ENDLESS}{{% endif %}}{{{{ messages[0].content }}}}"
+    with pytest.raises(UnusableModelError, match="its chat template runs longer than the limit of 5 s"):
+        gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
+    assert llama_processes() == []
+
+
 def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(gguf_lab, tiny_gguf, monkeypatch):
     limit = memory.limit_bytes(None)
     monkeypatch.setattr(engine_module, "EXTRA_BYTES", 2**20 - limit - limit // 10)

@@ -44,7 +44,14 @@ from tests.support.engines import (
     until_written,
 )
 from tests.support.families import FAMILIES
-from tests.support.gguf import NO_SYSTEM_TEMPLATE, THINKS_FIRST_TEMPLATE, with_template, with_tokens
+from tests.support.gguf import (
+    NO_SYSTEM_TEMPLATE,
+    TEMPLATE_KEY,
+    THINKS_FIRST_TEMPLATE,
+    with_template,
+    with_tokens,
+    with_values,
+)
 from tests.support.models import MARKERS
 
 pytestmark = pytest.mark.anyio
@@ -199,6 +206,20 @@ async def test_for_a_template_without_system_messages_the_user_message_contains_
                 shown = await text_of(manager, stream.prompt)
             assert "Be brief." in shown
             assert ("look" in shown) is (tools is not None)
+
+
+async def test_a_file_may_have_a_template_for_chats_with_tools_and_a_token_that_begins_each_prompt(tiny_gguf, tmp_path):
+    shown = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    changes = {
+        "tokenizer.ggml.add_bos_token": True,
+        TEMPLATE_KEY: f"{{{{ bos_token }}}}{shown}",
+        f"{TEMPLATE_KEY}.tool_use": f"{shown} with {{{{ tools[0].function.name }}}}{{# <arg_key> #}}",
+    }
+    async with ModelManager(LLAMA_SETTINGS) as manager:
+        await load_entry(manager, entry_of(with_values(tiny_gguf, tmp_path / "tiny.gguf", changes)))
+        texts = [await text_of(manager, await manager.encode(chat(tools=tools))) for tools in (None, ALL)]
+    # Whether or not the template writes the token.
+    assert texts == ["<|im_start|>Where?", "<|im_start|>Where? with look"]
 
 
 # Exact repetition
