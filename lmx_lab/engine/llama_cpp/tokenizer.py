@@ -138,7 +138,7 @@ class LlamaTokenizer:
             self._infill = (await in_thread(functools.partial(gguf_infill_tokens, self.entry)),)
         return self._infill[0]
 
-        # Texts
+    # Texts
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
         try:
@@ -266,20 +266,16 @@ class LlamaTokenizer:
         return AnswerReader()
 
     async def begin(self, generation: LlamaGeneration) -> None:
-        """See ``Tokenizer``. Reads the texts that llama.cpp would stream: a special token has none, unless it is a
-        marker.
+        """See ``Tokenizer``. Reads what llama.cpp would stream: the texts of ordinary tokens and markers, and the ids of
+        other special tokens.
 
         Raises:
             InvalidRequestError: the answer cannot begin with these tokens.
         """
-        table, markers = await self.load_token_table(), self.chat_format.marker_tokens
-        special, decoder = set(table.special_token_ids), codecs.getincrementaldecoder("utf-8")("replace")
-        tokens = [
-            token
-            if token in self.chat_format.literals and token not in markers
-            else decoder.decode(b"" if token in special and token not in markers else table.tokens[token])
-            for token in generation.start
-        ]
+        table = await self.load_token_table()
+        special = set(table.special_token_ids) - self.chat_format.marker_tokens
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        tokens = [token if token in special else decoder.decode(table.tokens[token]) for token in generation.start]
         if decoder.getstate()[0]:
             raise InvalidRequestError(
                 "the chosen token is only a part of a character, after which llama.cpp cannot continue; choose another "
@@ -329,29 +325,37 @@ class GgufTokenizer:
             self.eos_token_ids = eos_ids(vocabulary)
             self.bos = bos if vocabulary.add_bos else ""
         self._ids = {str(token): at for at, token in self.added_tokens_decoder.items()}
-        pair = next((pair for pair in REASONING_TOKENS if set(pair) <= self._ids.keys()), None)
         has_headers = set(HEADER_TOKENS) <= self._ids.keys()
-        if pair is None and {"<|channel>", "<channel|>"} <= self._ids.keys():
-            pair = "<|channel>thought", "<channel|>"
-        elif pair is None and has_headers:
-            pair = "<|open|>think<|sep|>", "<|close|>think<|sep|>"
         if has_headers:
             named_parts = (("open", "response"), ("close", "response"), ("close", "message"))
             self.structural_markers = [f"<|{kind}|>{name}<|sep|>" for kind, name in named_parts]
-        self.has_thinking = pair is not None
-        self.think_start, self.think_end = pair or ("", "")
-        parser = next((name for name, parts in CALL_PARSERS if all(part in self.chat_template for part in parts)), None)
-        if parser is None and has_headers:
-            parser = "kimi_k3"
-        elif parser is None and {"<|tool_call_start|>", "<|tool_call_end|>"} <= self._ids.keys():
-            parser = "pythonic"
+        reasoning = self._reasoning_markers(has_headers=has_headers)
+        self.has_thinking = reasoning is not None
+        self.think_start, self.think_end = reasoning or ("", "")
+        parser = self._call_parser(has_headers=has_headers)
         self.has_tool_calling = parser is not None
         self.tool_parser: Callable[[str, Any], Any] | None = None
         self.tool_call_start = self.tool_call_end = ""
         if parser is not None:
-            module = _call_parser(parser)
+            module = _import_parser(parser)
             self.tool_parser = module.parse_tool_call
             self.tool_call_start, self.tool_call_end = module.tool_call_start, module.tool_call_end
+
+    def _reasoning_markers(self, *, has_headers: bool) -> tuple[str, str] | None:
+        for pair in REASONING_TOKENS:
+            if set(pair) <= self._ids.keys():
+                return pair
+        if {"<|channel>", "<channel|>"} <= self._ids.keys():
+            return "<|channel>thought", "<channel|>"
+        return ("<|open|>think<|sep|>", "<|close|>think<|sep|>") if has_headers else None
+
+    def _call_parser(self, *, has_headers: bool) -> str | None:
+        for name, parts in CALL_PARSERS:
+            if all(part in self.chat_template for part in parts):
+                return name
+        if has_headers:
+            return "kimi_k3"
+        return "pythonic" if {"<|tool_call_start|>", "<|tool_call_end|>"} <= self._ids.keys() else None
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
@@ -373,7 +377,7 @@ class GgufTokenizer:
         return [self._ids[text]] if text in self._ids else []
 
 
-def _call_parser(name: str) -> ModuleType:
+def _import_parser(name: str) -> ModuleType:
     """Import a parser of mlx-lm without mlx-lm itself, which would take a second and import MLX."""
     if PARSER_PACKAGE not in sys.modules:
         spec = importlib.util.find_spec("mlx_lm")
