@@ -266,8 +266,8 @@ class LlamaTokenizer:
         return AnswerReader()
 
     async def begin(self, generation: LlamaGeneration) -> None:
-        """See ``Tokenizer``. Reads what llama.cpp would stream: the texts of ordinary tokens and markers, and the ids of
-        other special tokens.
+        """See ``Tokenizer``. Reads what llama.cpp would stream: the texts of ordinary tokens and markers, and the
+        ids of other special tokens.
 
         Raises:
             InvalidRequestError: the answer cannot begin with these tokens.
