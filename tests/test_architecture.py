@@ -169,7 +169,6 @@ SET_BY_TESTS = {
     "engine/llama_cpp/test_quantize.py: _run_worker",
     "faults/test_hanging_load.py: SCRIPT",
     "security/test_chat_templates.py: EXTRA_BYTES",
-    "security/test_chat_templates.py: RELOAD_S",
     "support/commands.py: _end_late",
     # A loop that must not be used, and a name on the network of one test alone.
     "cli/test_labs.py: SERVICE",

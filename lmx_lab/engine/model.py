@@ -55,8 +55,6 @@ class Capabilities:
 
     thinking_budget: bool
     """Supports ``GenerationRequest.thinking_budget``."""
-    logprobs_with_own_tools: bool
-    """Reports log-probabilities of an answer that may call tools in the model's own format."""
     input_types: bool
     """Supports ``EmbeddingRequest.input_type`` for models whose files have prompts for it."""
     steering: bool

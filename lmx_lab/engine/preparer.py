@@ -6,8 +6,9 @@ The methods of ``Tokenizer`` are the steps that depend on the vocabulary or the 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from llguidance import LLMatcher
 
@@ -17,19 +18,22 @@ from lmx_lab.engine.requests import AnswerStart, ChatPrompt, GenerationRequest, 
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode, TextSplitter
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_request, write_chat
 from lmx_lab.engine.validation import (
     check_characters,
     check_length,
     check_messages,
     check_tokens,
 )
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import InfillTokens
 
 if TYPE_CHECKING:
     from lmx_lab.engine.grammar.mask import Constraint
 
+log = logging.getLogger(__name__)
 Row = TypeVar("Row")
 
 
@@ -94,9 +98,6 @@ class Tokenizer(Protocol[Row]):
     def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
         """Return whether the answer may begin with reasoning, from the end of the prompt of a chat."""
 
-    def divides(self, request: GenerationRequest) -> bool:
-        """Return whether the engine itself divides the answer into channels, and enforces no format."""
-
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> Sequence[LLMatcher] | str:
         """Return a matcher of the grammar for each answer, or the grammar that the engine enforces itself.
 
@@ -142,11 +143,9 @@ async def prepare(
     check_length(request, prompt, entry, limit)
     named = [await token_of(tokenizer, named, "logprob_tokens") for named in request.logprob_tokens]
     matchers: Sequence[LLMatcher | None] | str = [None] * len(permits)
-    channel_format = None
-    if not tokenizer.divides(request):
-        if (grammar := chat_format.grammar(request, thinking)) is not None:
-            matchers = await tokenizer.enforce(request, grammar, len(permits))
-        channel_format = chat_format.channel_format(request, thinking)
+    if (grammar := chat_format.grammar(request, thinking)) is not None:
+        matchers = await tokenizer.enforce(request, grammar, len(permits))
+    channel_format = chat_format.channel_format(request, thinking)
     left = min(request.max_tokens - len(start), (limit or 2**31) - len(prompt))
     generations = []
     for choice, permit in enumerate(permits):
@@ -223,6 +222,45 @@ async def encode_prompt(tokenizer: Tokenizer[Row], request: GenerationRequest) -
             check_messages(prompt.messages)
             tokens, tail = await tokenizer.encode_chat(request, prompt)
     return tokens, tokenizer.reasoning(request, tail) if isinstance(prompt, ChatPrompt) else "closed"
+
+
+async def render_chat_template(
+    tokenizer: Any, chat_format: ChatFormat, entry: ModelEntry, request: GenerationRequest, chat: ChatPrompt
+) -> str:
+    """Return the text of a chat, rendered with the chat template of a model in the sandbox.
+
+    Args:
+        tokenizer: mlx-lm's ``TokenizerWrapper``, or the tokenizer of a GGUF file.
+
+    Raises:
+        InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits.
+    """
+
+    def write() -> bytes | str:
+        if not tokenizer.has_chat_template:
+            raise InvalidRequestError(
+                f"{entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
+            )
+        given = chat_format.template_input(request, chat)
+        messages = given.pop("messages")
+        return write_chat(tokenizer, messages, add_generation_prompt=True, **given, **chat.template_options)
+
+    try:
+        # Each request has its own thread, because many messages take a long time.
+        return await render_request(await in_thread(write, name="lmx-lab-template"))
+    except LabError:
+        raise
+    except TemplateLimitError as exc:
+        log.warning("request %s: the chat template of %s %s", request.caller.request_id, entry.id, exc)
+        raise InvalidRequestError(
+            f"the chat template of {entry.id} {exc}; send less, or use another model",
+            param="messages",
+        ) from exc
+    # A template is a program that belongs to the model, and may raise any error.
+    except Exception as exc:
+        raise InvalidRequestError(
+            f"the chat template of {entry.id} refuses these messages: {exc}", param="messages"
+        ) from exc
 
 
 async def token_of(tokenizer: Tokenizer[Row], named: int | str, param: str) -> int:

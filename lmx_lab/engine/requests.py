@@ -183,8 +183,6 @@ class GenerationRequest:
     """Position of the first prompt token whose score is needed; an engine may leave out those before it."""
     score_distributions: bool = False
     """Whether each score needs a rank and an entropy, even if the engine takes long to compute them."""
-    needs_ids: bool = False
-    """Whether the ids of all tokens are needed, even if the engine can find them only after the answer has ended."""
     timeout_s: float | None = None
     """Time limit from arrival to the last token; None takes ``Settings.request_timeout_s``."""
     caller: Caller = Caller()

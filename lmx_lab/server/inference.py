@@ -136,7 +136,7 @@ class InferenceService:
         """
         caller = request.caller
         if is_recorded := caller.own is not None and self.recording.includes(own=caller.own):
-            request = replace(with_seed(request), needs_ids=True)
+            request = with_seed(request)
         try:
             if request.steer and not caller.local:
                 raise AdminForbiddenError(
@@ -184,7 +184,7 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.generate``.
         """
-        request = replace(with_seed(request), needs_ids=True, caller=NOT_RECORDED)
+        request = replace(with_seed(request), caller=NOT_RECORDED)
         # The seed of an answer depends on its index among the answers to the request.
         answers = await self.submit(request, choices=choice + 1)
         try:

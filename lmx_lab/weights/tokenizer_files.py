@@ -38,8 +38,8 @@ def chat_templates(entry: ModelEntry) -> list[str]:
         UnusableModelError: the file cannot be read.
     """
     if entry.format == "gguf":
-        template = read_gguf(entry.path).text("tokenizer.chat_template")
-        return [template] if template is not None else []
+        header, name = read_gguf(entry.path), "tokenizer.chat_template"
+        return [template for key in (name, f"{name}.tool_use") if (template := header.text(key)) is not None]
     return list(folder_templates(entry.path))
 
 

@@ -15,7 +15,7 @@ from mlx_lm.models import llama
 
 from lmx_lab.engine import AnswerFormat, ModelManager
 from lmx_lab.engine.grammar.mask import Constraint
-from lmx_lab.engine.llama_cpp.answer import AnswerReader
+from lmx_lab.engine.llama_cpp.completion import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer

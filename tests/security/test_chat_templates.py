@@ -10,7 +10,6 @@ import pytest
 from jinja2 import TemplateError
 from mlx_lm import tokenizer_utils
 
-from lmx_lab.engine import manager as manager_module
 from lmx_lab.engine.llama_cpp import engine as engine_module
 from lmx_lab.engine.llama_cpp.process import SCRIPT
 from lmx_lab.engine.mlx import memory
@@ -21,7 +20,6 @@ from tests.support.families import FAMILIES
 from tests.support.gguf import with_template
 from tests.support.labs import manager_of, serving
 from tests.support.models import THINKER_TEMPLATE, teach_thinking, write_tiny_llama
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 0.5
@@ -201,7 +199,7 @@ def test_other_requests_are_answered_while_a_template_loops(malicious_lab):
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
 
 
-# Templates in llama.cpp, which renders in the process that holds the model
+# Templates of GGUF files
 
 
 @pytest.fixture(scope="module")
@@ -210,10 +208,17 @@ def gguf_lab(tmp_path_factory, tiny_gguf):
         yield lab, with_template(tiny_gguf, SOMETIMES, tmp_path_factory.mktemp("gguf"))
 
 
-def test_a_gguf_template_that_never_ends_is_rejected_before_llama_cpp_renders_it(gguf_lab, tiny_gguf, tmp_path):
+def test_a_gguf_template_that_never_ends_is_rejected_before_the_load(gguf_lab, tiny_gguf, tmp_path):
     for template, words in ((ENDLESS, "runs longer than"), (MALICIOUS["a long text"], "MB of memory")):
         with pytest.raises(UnusableModelError, match=f"its chat template .*{words}"):
             gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
+
+
+def test_a_gguf_template_that_never_ends_when_its_format_is_detected_is_rejected(gguf_lab, tiny_gguf, tmp_path):
+    template = f"{{% if messages[0].content == 'probe' %}}{ENDLESS}{{% endif %}}{{{{ messages[0].content }}}}"
+    with pytest.raises(UnusableModelError, match="its chat template runs longer than the limit of 5 s"):
+        gguf_lab[0].load(str(with_template(tiny_gguf, template, tmp_path)))
+    assert llama_processes() == []
 
 
 def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(gguf_lab, tiny_gguf, monkeypatch):
@@ -231,7 +236,7 @@ def llama_processes():
     return [it for it in psutil.Process().children() if it.cmdline()[2:3] == [str(SCRIPT)]]
 
 
-def test_a_request_whose_template_loops_is_refused_before_llama_cpp_renders_it(gguf_lab, caplog):
+def test_a_request_whose_gguf_template_loops_is_refused(gguf_lab, caplog):
     lab, path = gguf_lab
     lab.load(str(path))
     before = llama_processes()
@@ -244,25 +249,13 @@ def test_a_request_whose_template_loops_is_refused_before_llama_cpp_renders_it(g
     assert answer.headers["x-request-id"] in caplog.text
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_template_that_loops_in_llama_cpp_stops_its_process_and_the_model_is_loaded_again(
-    gguf_lab, tiny_gguf, tmp_path, monkeypatch, *, leaves
-):
+def test_llama_cpp_does_not_render_the_template_of_a_file(gguf_lab, tiny_gguf, tmp_path):
     lab, _ = gguf_lab
-    # The sandbox refuses the underscore, but llama.cpp does not.
-    path = with_template(tiny_gguf, f"{{% set ns = namespace(_a=1) %}}{SOMETIMES}", tmp_path)
-    monkeypatch.setattr(manager_module, "RELOAD_S", 0.0)
-    lab.load(str(path))
-    (child,) = llama_processes()
+    # The sandbox refuses the underscore, but llama.cpp does not, and would render the rest while it loads.
+    lab.load(str(with_template(tiny_gguf, f"{{% set ns = namespace(_a=1) %}}{ENDLESS}", tmp_path)))
     with httpx2.Client(base_url=lab.url, timeout=60) as http:
-        assert http.post("/v1/chat/completions", json=chat("hello")).status_code == 200
-        if leaves:
-            with pytest.raises(httpx2.ReadTimeout):
-                http.post("/v1/chat/completions", json=chat(TRIGGER), timeout=LIMIT_S)
-        else:
-            answer = http.post("/v1/chat/completions", json=chat(TRIGGER))
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-            assert "chat template ran longer than the limit of 5 s" in answer.text
-        until(lambda: not child.is_running())
-        assert http.get("/healthz").status_code == 200
-        until(lambda: http.post("/v1/chat/completions", json=chat("hello")).status_code == 200)
+        answer = http.post("/v1/chat/completions", json=chat("hello"))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        assert "names must not begin with _" in answer.text
+        prompt = {"model": "default", "prompt": "hello", "max_tokens": 1}
+        assert http.post("/v1/completions", json=prompt).status_code == 200

@@ -118,13 +118,19 @@ def with_context(source: Path, context: int, folder: Path) -> Path:
     return with_values(source, folder / source.name, {"llama.context_length": context})
 
 
-def with_tokens(source: Path, renamed: Mapping[str, str], target: Path, template: str) -> Path:
-    """Write a copy with a chat template, and with some tokens renamed and changed to ordinary added tokens."""
+def with_tokens(
+    source: Path, renamed: Mapping[str, str], target: Path, template: str, *, special: bool = False
+) -> Path:
+    """Write a copy with a chat template, and with some tokens renamed and changed to ordinary added tokens.
+
+    Args:
+        special: Whether they become special tokens.
+    """
     known = read_vocabulary(read_header(source, arrays=True))
     tokens = [renamed.get(token, token) for token in known.tokens]
     kinds = list(known.types)
     for new in renamed.values():
-        kinds[tokens.index(new)] = TokenType.USER_DEFINED
+        kinds[tokens.index(new)] = TokenType.CONTROL if special else TokenType.USER_DEFINED
     changes: dict[str, Value] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     return with_values(source, target, {**changes, TEMPLATE_KEY: template})
 

@@ -160,10 +160,6 @@ class EchoTokenizer:
         )
         return "possible" if thinks else "closed"
 
-    def divides(self, request: GenerationRequest) -> bool:
-        """See ``Tokenizer``."""
-        return False
-
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
         """See ``Tokenizer``."""
         return await self.grammars.matchers(grammar, count, _tools(request))
@@ -521,7 +517,7 @@ class EchoLoaded(LoadedModel[EchoRow]):
 class EchoEngine:
     """``Engine`` for the built-in entry ``echo``."""
 
-    capabilities = Capabilities(thinking_budget=True, logprobs_with_own_tools=True, input_types=True, steering=False)
+    capabilities = Capabilities(thinking_budget=True, input_types=True, steering=False)
     blas = None
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Generation
-from lmx_lab.engine.llama_cpp.answer import AnswerReader
+from lmx_lab.engine.llama_cpp.completion import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context
 from lmx_lab.engine.llama_cpp.process import (
@@ -30,12 +30,13 @@ from lmx_lab.engine.llama_cpp.process import (
     require_installed,
 )
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
-from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
+from lmx_lab.engine.llama_cpp.tokenizer import GgufTokenizer, LlamaTokenizer
 from lmx_lab.engine.memory import default_threads, prefix_cache_bytes, total_bytes
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings
+from lmx_lab.engine.text.chat_format_detection import ChatFormat, detect_chat_format
 from lmx_lab.engine.texts import TextJob, TextTokens
-from lmx_lab.engine.tokenizing.templates import try_template
+from lmx_lab.engine.tokenizing.templates import TemplateLimitError, try_template
 from lmx_lab.engine.validation import check_characters, check_options, check_text, check_token_ids, check_vocabularies
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
@@ -46,6 +47,7 @@ from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
+from lmx_lab.weights.tokenizer_files import chat_templates
 
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
@@ -57,8 +59,6 @@ SLICE = 16
 """Number of texts sent together. Between two slices, other requests are computed and cancellations take effect."""
 PLAN_FACTOR = 1.5
 """Ratio of a process's memory limit to the planned memory of its model and context."""
-SLOT_TEXTS = {"LLAMA_SERVER_SLOTS_DEBUG": "1"}
-"""Environment variables with which ``/slots`` contains the text of the last answer in each slot."""
 EXTRA_BYTES = 2**30
 """Memory that a process may use beyond the limits of models and of the caches of ended requests."""
 PROMPT_LOOKUP: Mapping[str, Any] = {
@@ -176,7 +176,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
         log.error("%s", self.lost.message)
         # Before the requests end, so that the state of the manager is up to date for their readers.
         if self._closing is None:
-            self._host.lost(self, self._process.ended_by_request)
+            self._host.lost(self, False)
         await self._release(self.lost)
 
     async def _close(self, error: LabError) -> int:
@@ -317,7 +317,7 @@ def _end_if_overwritten(process: LlamaProcess, checking: asyncio.Future[bool]) -
 class LlamaCppEngine:
     """``Engine`` for ``.gguf`` files."""
 
-    capabilities = Capabilities(thinking_budget=False, logprobs_with_own_tools=False, input_types=False, steering=False)
+    capabilities = Capabilities(thinking_budget=False, input_types=False, steering=False)
     blas = None
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
@@ -333,16 +333,15 @@ class LlamaCppEngine:
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """See ``Engine``."""
 
-        def check() -> str | None:
+        def check() -> list[str]:
             require_installed(entry.path)
             check_options(entry, spec)
             header = read_gguf(entry.path)
             draft = read_draft(entry)
             plan_context(entry, header, slots=self._settings.slots, limit_bytes=room_bytes, spec=spec, draft=draft)
-            return header.text("tokenizer.chat_template")
+            return chat_templates(entry) if entry.kind == "chat" else []
 
-        template = await in_thread(check, name="lmx-lab-check")
-        if template is not None and entry.kind == "chat":
+        for template in await in_thread(check, name="lmx-lab-check"):
             await try_template(template, entry.path)
 
     async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LlamaModel:
@@ -360,17 +359,23 @@ class LlamaCppEngine:
             fields |= _cache_types(cache_dtype(draft, spec), prefix)
         allowed = min(room_bytes, round(plan.bytes * PLAN_FACTOR))
         max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, room_bytes) + EXTRA_BYTES)
-        environ = {**llama_environ(os.environ), **SLOT_TEXTS}
         # The weights are mapped from the file, and the system can drop them.
         budget.require_free(plan.bytes - entry.load_bytes, entry.id)
-        process = await LlamaProcess.start(
-            entry.path,
-            fields,
-            environ=environ,
-            max_bytes=max_bytes,
-            free_bytes=lambda: budget.machine_free_bytes,
-        )
+        # On a thread, beside the start of the process.
+        reading = asyncio.create_task(in_thread(functools.partial(_read_tokenizer, entry)))
         try:
+            process = await LlamaProcess.start(
+                entry.path,
+                fields,
+                environ=llama_environ(os.environ),
+                max_bytes=max_bytes,
+                free_bytes=lambda: budget.machine_free_bytes,
+            )
+        except BaseException:
+            reading.cancel()
+            raise
+        try:
+            file, chat_format = await reading
             connection = LlamaConnection(process.socket, process.api_key)
             (known,) = (await connection.get("/v1/models"))["data"]
             tokenizer = LlamaTokenizer(
@@ -378,13 +383,13 @@ class LlamaCppEngine:
                 header,
                 process,
                 connection,
+                file=file,
+                chat_format=chat_format,
                 context_length=plan.context_length,
                 vocabulary_size=int(known["meta"]["n_vocab"]),
             )
             overhead_tokens = 1
-            if entry.kind == "chat":
-                await tokenizer.read_chat_format()
-            elif entry.kind == "rerank" and (pair := header.text("tokenizer.chat_template.rerank")) is not None:
+            if entry.kind == "rerank" and (pair := header.text("tokenizer.chat_template.rerank")) is not None:
                 empty = pair.replace("{query}", "").replace("{document}", "")
                 overhead_tokens += len(await tokenizer.tokenize(empty, at_most=len(pair), parse_special=True))
             require_unchanged(entry)
@@ -402,6 +407,7 @@ class LlamaCppEngine:
                 pair_overhead_tokens=overhead_tokens,
             )
         except BaseException as exc:
+            reading.cancel()
             await process.stop()
             if isinstance(exc, RefusedError | LabError) and not isinstance(exc, UnusableModelError):
                 raise UnusableModelError(f"{entry.path} is loaded by llama.cpp, but does not answer: {exc}") from exc
@@ -409,6 +415,21 @@ class LlamaCppEngine:
 
     def stop(self) -> None:
         """See ``Engine``. The process of each model has ended with the model."""
+
+
+def _read_tokenizer(entry: ModelEntry) -> tuple[GgufTokenizer, ChatFormat]:
+    """Read the template and the added tokens of a file, and detect its chat format. Blocks.
+
+    Raises:
+        UnusableModelError: the file cannot be read, or its template exceeds a limit.
+    """
+    file = GgufTokenizer(read_header(entry.path, arrays=entry.kind == "chat"))
+    if entry.kind != "chat" or not file.has_chat_template:
+        return file, ChatFormat()
+    try:
+        return file, detect_chat_format(file)
+    except TemplateLimitError as exc:
+        raise UnusableModelError(f"{entry.path} cannot be loaded: its chat template {exc}", param="model") from exc
 
 
 def _open_slot_files(tokenizer: LlamaTokenizer, fields: Mapping[str, Any], settings: Settings) -> SlotFiles | None:
@@ -445,6 +466,8 @@ def _common_params(
         "fit_params": False,
         "endpoint_metrics": True,
         "ui": False,
+        # Otherwise, llama.cpp would render the template of the file while it loads.
+        "chat_template": "chatml",
         "verbosity": 1,
         "n_ctx": plan.cache_tokens,
         "n_batch": plan.batch_tokens,
@@ -463,10 +486,7 @@ def _common_params(
         # One slot more than requests use, for trials of grammars.
         "n_parallel": plan.slots + 1,
         "cache_ram_mib": prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) // 2**20,
-        "use_jinja": True,
         "endpoint_slots": True,
-        # In the chat format, a last message of the assistant is complete and is not continued.
-        "prefill_assistant": False,
         "n_threads_http": plan.slots + settings.queue_limit + 4,
         **(PROMPT_LOOKUP if spec.prompt_lookup else {}),
         **(INVARIANT_ATTENTION if spec.deterministic and not plan.one_by_one else {}),

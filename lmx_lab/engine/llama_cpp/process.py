@@ -111,8 +111,6 @@ class LlamaProcess:
         """Set when the process has ended without ``stop``."""
         self._kill_reason: str | None = None
         """Why this object ended the process; None if it did not."""
-        self.ended_by_request = False
-        """Whether the process was ended because of a single request."""
         self._watching = asyncio.create_task(self._watch(), name="lmx-lab llama.cpp process")
         self._max_bytes = max_bytes
         self._free_bytes = free_bytes
@@ -212,10 +210,7 @@ class LlamaProcess:
             raise UnusableModelError(f"{path} cannot be loaded by llama.cpp: {reason}", param="model")
 
     async def _limit_memory(self) -> None:
-        """End the process when it exceeds its memory limit.
-
-        A chat template is a program, which llama.cpp runs while it loads and for each answer.
-        """
+        """End the process when it exceeds its memory limit."""
         while self.own_bytes <= self._max_bytes:
             if not self._is_ready and (free := self._free_bytes()) < HEADROOM_BYTES:
                 await self.kill_with_reason(
@@ -264,14 +259,9 @@ class LlamaProcess:
             return 0
         return int(known.rss - getattr(known, "shared", 0))
 
-    async def kill_with_reason(self, reason: str, *, by_request: bool = False) -> None:
-        """End the process because it exceeds a limit. The errors of its requests contain the reason.
-
-        Args:
-            by_request: Whether a single request is the cause, so that the model can be loaded again.
-        """
+    async def kill_with_reason(self, reason: str) -> None:
+        """End the process because it exceeds a limit. The errors of its requests contain the reason."""
         self._kill_reason = self._kill_reason or reason
-        self.ended_by_request = by_request
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         with contextlib.suppress(TimeoutError):

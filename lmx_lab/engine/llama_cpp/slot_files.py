@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lmx_lab.engine.llama_cpp.answer import LlamaGeneration
+from lmx_lab.engine.llama_cpp.completion import LlamaGeneration
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.prefix_files import (
     CLOSE_S,
@@ -167,19 +167,16 @@ class SlotFiles:
         length = len(prompt) + answer.output_tokens - 1
         if length - self._files.best(prompt)[1] < MIN_GAIN_TOKENS:
             return
-        slots = [slot for slot in await self._idle_slots() if int(slot.get("n_prompt_tokens", 0)) >= len(prompt)]
-        if answer.row.slot is not None:
-            slots = [slot for slot in slots if slot["id"] == answer.row.slot]
-        if not slots:
+        slots = [slot for slot in await self._idle_slots() if slot["id"] == answer.row.slot]
+        # Another request may have taken the slot. If it has ended, the file shows that.
+        if not slots or int(slots[0].get("n_prompt_tokens", 0)) < len(prompt):
             return
-        # The most recent slot of this length. Its file shows whether it is the slot of the answer.
-        slot = min(slots, key=lambda slot: (abs(slot["n_prompt_tokens"] - length), -slot.get("id_task", 0)))
         # Remove files that llama.cpp wrote after SAVE_S had passed.
         for late in self._folder.glob("saved-*.bin"):
             late.unlink(missing_ok=True)
         path = self._folder / f"saved-{secrets.token_hex(4)}.bin"
         try:
-            saved = await self._connection.post(f"/slots/{slot['id']}?action=save", {"filename": path.name})
+            saved = await self._connection.post(f"/slots/{answer.row.slot}?action=save", {"filename": path.name})
             await in_thread(lambda: self._keep(path, prompt, int(saved["n_saved"])))
         finally:
             with contextlib.suppress(OSError):

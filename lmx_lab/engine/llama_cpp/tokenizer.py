@@ -1,58 +1,78 @@
-"""Convert texts and chats to tokens with the process of a model, and check what llama.cpp does not support."""
+"""Convert texts and chats to tokens with the process of a model, and check what llama.cpp does not support.
+
+Chat templates are rendered in the sandbox, and never in the process of the model, where an endless one could be stopped
+only by ending the process with all other requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import functools
-import logging
+import importlib
+import importlib.util
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
+from types import ModuleType
 from typing import Any
 
-from lmx_lab.engine.grammar.build import Marker
+from tokenizers import AddedToken
+
 from lmx_lab.engine.grammar.worker import TokenTable
-from lmx_lab.engine.llama_cpp.answer import AnswerReader, LlamaGeneration, TokenIndex
+from lmx_lab.engine.llama_cpp.completion import AnswerReader, LlamaGeneration, TokenIndex
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, read_token_table
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
-from lmx_lab.engine.llama_cpp.request import chat_input, route_of
-from lmx_lab.engine.preparer import ends_answer
+from lmx_lab.engine.preparer import ends_answer, render_chat_template
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest
-from lmx_lab.engine.text.chat_format_detection import (
-    HARMONY,
-    HARMONY_TOKENS,
-    MORE_REASONING_MARKERS,
-    ChatFormat,
-    ReasoningState,
-)
+from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode
-from lmx_lab.engine.text.tool_prompt import END, START
 from lmx_lab.engine.tokenizing.encoder import LIMIT_S, SHORT_CHARACTERS
-from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, render
 from lmx_lab.engine.validation import (
     CHARACTERS_PER_TOKEN,
     MAX_CHARACTERS_PER_TOKEN,
     check_size,
+    no_steering_error,
     too_long,
 )
-from lmx_lab.errors import EngineError, InvalidRequestError, QueueFullError
+from lmx_lab.errors import EngineError, InvalidRequestError, QueueFullError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
+from lmx_lab.weights.gguf.tokenizer import CONTROL, USER_DEFINED, eos_ids, read_vocabulary
 from lmx_lab.weights.tokenizer_files import InfillTokens, gguf_infill_tokens
 
-log = logging.getLogger(__name__)
 GROWTH = 4
 """Factor by which more of a text is tokenized if its beginning does not show that it is too long."""
-TEMPLATE_S = 5.0
-"""Time limit of a chat template in llama.cpp's process, where other work may delay it. Usual templates take a
-millisecond."""
-TEMPLATE_BYTES = 2**30
-"""Bytes by which the process may grow while it renders a template."""
-CHECK_S = 0.1
-"""Interval at which these limits are checked."""
-ALL_MARKERS = (*(marker for pair in MORE_REASONING_MARKERS for marker in pair), START, END)
+REASONING_TOKENS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+)
+"""Markers that mlx-lm detects if both are tokens."""
+HEADER_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+"""The tokens of Kimi K3, whose headers end with ``<|sep|>``."""
+CALL_PARSERS = (
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("function_gemma", ("<start_function_call>",)),
+    ("longcat", ("<longcat_tool_call>",)),
+    ("glm47", ("<arg_key>",)),
+    ("pythonic", ("<|tool_list_start|>",)),
+    ("pythonic", ("<|tool_call_start|>",)),
+    ("qwen3_coder", ("<tool_call>\\n<function=",)),
+    ("qwen3_coder", ("<tool_call>\n<function=",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minicpm5", ('<function name="', '<param name="')),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("muse_spark", ("<atem:function_calls>",)),
+)
+"""The parsers of mlx-lm, and the strings that a template contains whose calls they parse. The first match counts. The
+generic format needs no parser."""
+PARSER_PACKAGE = "lmx_lab_tool_parsers"
 
 
 class LlamaTokenizer:
@@ -71,6 +91,8 @@ class LlamaTokenizer:
         process: LlamaProcess,
         connection: LlamaConnection,
         *,
+        file: GgufTokenizer,
+        chat_format: ChatFormat,
         context_length: int,
         vocabulary_size: int,
     ) -> None:
@@ -80,7 +102,8 @@ class LlamaTokenizer:
         self.connection = connection
         self.context_length = context_length
         self.vocabulary_size = vocabulary_size
-        self.chat_format = ChatFormat()
+        self.chat_format = chat_format
+        self._file = file
         self._token_table: TokenTable | None = None
         self._token_index: TokenIndex | None = None
         self._infill: tuple[InfillTokens | None] | None = None
@@ -89,16 +112,10 @@ class LlamaTokenizer:
         """Created with the first grammar."""
         self._long_texts = asyncio.Lock()
         """Locked while a long text is tokenized, so that this keeps one core busy at most."""
-        self._rendering: set[asyncio.Task[dict[str, Any]]] = set()
-        """The chats that the process renders."""
 
     def close(self) -> None:
-        """Stop rendering, and end the process of the grammars, which would otherwise live until the next garbage
-        collection.
-        """
+        """End the process of the grammars, which would otherwise live until the next garbage collection."""
         self._grammars = None
-        for rendering in self._rendering:
-            rendering.cancel()
 
     # Vocabulary
 
@@ -120,16 +137,6 @@ class LlamaTokenizer:
         if self._infill is None:
             self._infill = (await in_thread(functools.partial(gguf_infill_tokens, self.entry)),)
         return self._infill[0]
-
-    async def read_chat_format(self) -> None:
-        """Ask the process for the chat template and its markers. Called once, after the load."""
-        props = await self.connection.get("/props")
-        markers: dict[str, Marker] = {}
-        for name in ALL_MARKERS:
-            tokens = await self.encode_name(name, "")
-            if len(tokens) == 1:
-                markers[name] = (tokens[0],)
-        self.chat_format = detect_chat_format(props["chat_template"], props["chat_template_caps"], markers)
 
     # Texts
 
@@ -182,8 +189,13 @@ class LlamaTokenizer:
 
     def check(self, request: GenerationRequest) -> None:
         """See ``Tokenizer``."""
-        if self.divides(request) and request.min_tokens:
-            raise _no_min_tokens_error()
+        if request.thinking_budget is not None:
+            raise InvalidRequestError(
+                'llama.cpp does not support thinking_budget; leave it out, or load the model with engine="mlx"',
+                param="thinking_budget",
+            )
+        if request.steer:
+            raise no_steering_error("llama.cpp")
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``."""
@@ -223,10 +235,6 @@ class LlamaTokenizer:
         """See ``Tokenizer``."""
         return self.chat_format.reasoning_state(tail)
 
-    def divides(self, request: GenerationRequest) -> bool:
-        """See ``Tokenizer``."""
-        return route_of(request, self.chat_format) != "/completion"
-
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> str:
         """See ``Tokenizer``. Returns the grammar in llama.cpp's syntax."""
         if request.start is not None:
@@ -241,152 +249,144 @@ class LlamaTokenizer:
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         enforced = await self._grammars.check(grammar, tools)
         if request.min_tokens:
-            raise _no_min_tokens_error()
+            raise InvalidRequestError(
+                "llama.cpp does not support min_tokens together with a format of the answer, or with tools whose calls "
+                'have an enforced format; leave one of them out, or load the model with engine="mlx"',
+                param="min_tokens",
+            )
         return enforced
 
     @property
     def decode(self) -> Decode:
-        """See ``Tokenizer``. The process decodes the tokens."""
-        return "".join
+        """See ``Tokenizer``. The process decodes the tokens; only special ones, which have no text, are added by id."""
+        return join_texts
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> AnswerReader:
         """See ``Tokenizer``."""
-        route, asked = route_of(request, self.chat_format), request.prompt
-        if route == "/completion" or not isinstance(asked, ChatPrompt):
-            return AnswerReader(route, {})
-        return AnswerReader(route, self._chat_input(request, asked))
+        return AnswerReader()
 
     async def begin(self, generation: LlamaGeneration) -> None:
-        """See ``Tokenizer``. Reads the texts that llama.cpp would stream: a special token has none, unless it is a
-        marker.
+        """See ``Tokenizer``. Reads what llama.cpp would stream: the texts of ordinary tokens and markers, and the
+        ids of other special tokens.
 
         Raises:
             InvalidRequestError: the answer cannot begin with these tokens.
         """
-        table, markers = await self.load_token_table(), self.chat_format.marker_tokens
-        special, decoder = set(table.special_token_ids), codecs.getincrementaldecoder("utf-8")("replace")
-        texts = [
-            decoder.decode(b"" if token in special and token not in markers else table.tokens[token])
-            for token in generation.start
-        ]
+        table = await self.load_token_table()
+        special = set(table.special_token_ids) - self.chat_format.marker_tokens
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        tokens = [token if token in special else decoder.decode(table.tokens[token]) for token in generation.start]
         if decoder.getstate()[0]:
             raise InvalidRequestError(
                 "the chosen token is only a part of a character, after which llama.cpp cannot continue; choose another "
                 'token, or load the model with engine="mlx"',
                 param="token",
             )
-        generation.read_start(ends=ends_answer(generation, table.eos_tokens), tokens=texts)
+        generation.read_start(ends=ends_answer(generation, table.eos_tokens), tokens=tokens)
 
     async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
-        """Return the text of a chat, rendered with the model's chat template.
-
-        It is rendered in the sandbox process first. In llama.cpp, an endless template could be stopped only by ending
-        the process, with the model and all other requests.
-
-        Raises:
-            InvalidRequestError: there is no template, it refuses the messages, or it exceeds a limit.
-        """
-        body = self._chat_input(request, chat)
-        # llama.cpp has a default template for files without one, but this project does not use it.
-        template = self.header.text("tokenizer.chat_template")
-        if template is None:
-            raise InvalidRequestError(
-                f"{self.entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
-            )
-        variables = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, **body}
-        variables |= body.get("chat_template_kwargs", {})
-        try:
-            await render(template, variables)
-        except TemplateLimitError as exc:
-            log.warning("request %s: the chat template of %s %s", request.caller.request_id, self.entry.id, exc)
-            raise InvalidRequestError(
-                f"the chat template of {self.entry.id} {exc}; send less, or use another model",
-                param="messages",
-            ) from exc
-        except TemplateRefusalError:
-            # llama.cpp may support features that jinja2 does not have; if it does not, it reports the error itself.
-            pass
-        # A task, because the rendering continues after its caller is cancelled, and its limits must still be checked.
-        task = asyncio.create_task(self._apply_template(body, request.caller.request_id))
-        self._rendering.add(task)
-        task.add_done_callback(self._forget)
-        try:
-            answer = await asyncio.shield(task)
-        except RefusedError as exc:
-            raise self._template_refusal(exc.message) from exc
-        return str(answer["prompt"])
-
-    async def _apply_template(self, body: Mapping[str, Any], request_id: str | None) -> Any:
-        """Let llama.cpp render a chat. If its template exceeds a limit, the whole process is ended, because a single
-        thread of it cannot be ended.
-
-        Raises:
-            RefusedError: the template refuses the messages.
-            InvalidRequestError: the process was ended.
-        """
-        task = asyncio.create_task(self.connection.post("/apply-template", body))
-        began, before, reason = time.monotonic(), 0, None
-        try:
-            while not (await asyncio.wait([task], timeout=CHECK_S))[0] and reason is None:
-                before = before or self.process.own_bytes
-                if time.monotonic() - began > TEMPLATE_S:
-                    reason = f"its chat template ran longer than the limit of {TEMPLATE_S:g} s"
-                elif self.process.own_bytes - before > TEMPLATE_BYTES:
-                    reason = f"its chat template took more than the limit of {TEMPLATE_BYTES >> 30} GB"
-            if reason is None:
-                return task.result()
-        finally:
-            task.cancel()
-        log.error("request %s: the process of %s is ended: %s", request_id, self.entry.id, reason)
-        await self.process.kill_with_reason(reason, by_request=True)
-        raise InvalidRequestError(
-            f"the process of {self.entry.id} was ended: {reason}; the model is loaded again: send less, or use another "
-            "model",
-            param="messages",
-        )
-
-    def _forget(self, task: asyncio.Task[dict[str, Any]]) -> None:
-        self._rendering.discard(task)
-        if not task.cancelled():
-            task.exception()  # retrieved, because the caller may have been cancelled
-
-    def _chat_input(self, request: GenerationRequest, chat: ChatPrompt) -> Mapping[str, Any]:
-        if not chat.messages:
-            raise InvalidRequestError("messages is empty; send at least one", param="messages")
-        chat_format = self.chat_format
-        try:
-            return chat_input(request, chat, chat_format, route_of(request, chat_format))
-        except (AttributeError, KeyError, TypeError, ValueError) as exc:
-            raise self._template_refusal(exc) from exc
-
-    def _template_refusal(self, reason: object) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"the chat template of {self.entry.id} refuses these messages: {reason}", param="messages"
-        )
+        """See ``Tokenizer``. Leaves out the token that ``encode`` adds before each prompt."""
+        text = await render_chat_template(self._file, self.chat_format, self.entry, request, chat)
+        return text.removeprefix(self._file.bos)
 
 
-def detect_chat_format(template: str, caps: Mapping[str, Any], markers: Mapping[str, Marker]) -> ChatFormat:
-    """Detect how a GGUF model writes reasoning and tool calls.
+class GgufTokenizer:
+    """The template and the added tokens of a GGUF file, with the names of mlx-lm's ``TokenizerWrapper``.
 
     Args:
-        caps: ``chat_template_caps`` of llama.cpp's ``/props``.
-        markers: The strings of ``ALL_MARKERS`` that are one token of this model.
+        header: The header of the file, including its arrays.
     """
-    # The prompt may open the reasoning, so the closing marker need not be in the template.
-    markers_of_template = next((pair for pair in MORE_REASONING_MARKERS if pair[0] in template), None)
-    harmony = all(token in template for token in HARMONY_TOKENS[1:])
-    return ChatFormat(
-        reasoning_markers=None if harmony else markers_of_template,
-        supports_tools=bool(caps.get("supports_tools")),
-        supports_system=bool(caps.get("supports_system_role", True)),
-        transitions=HARMONY if harmony else {},
-        markers={name: markers.get(name, (name,)) for name in (*(markers_of_template or ()), START, END)},
-    )
+
+    _tokenizer = _chat_template = None
+    structural_markers: Sequence[str] = ()
+    response_transitions: Mapping[str, Sequence[tuple[str, str]]] = {}
+    response_initial_state = None
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._template = header.text("tokenizer.chat_template")
+        self._tool_template = header.text("tokenizer.chat_template.tool_use")
+        self.chat_template = "\n".join(filter(None, [self._template, self._tool_template]))
+        self.has_chat_template = bool(self.chat_template)
+        self._special_tokens: dict[str, str] = {}
+        self.added_tokens_decoder: dict[int, AddedToken] = {}
+        self.eos_token_ids: Collection[int] = ()
+        self.bos = ""
+        """The text of the token that llama.cpp adds before each prompt; empty if it adds none."""
+        # A vocabulary that is not usable otherwise, because it contains a token twice, has no added tokens here.
+        with contextlib.suppress(UnusableModelError):
+            vocabulary = read_vocabulary(header)
+            bos, eos = (vocabulary.token(token) or "" for token in (vocabulary.bos, vocabulary.eos))
+            self._special_tokens = {"bos_token": bos, "eos_token": eos}
+            self.added_tokens_decoder = {
+                at: AddedToken(vocabulary.tokens[at], special=kind == CONTROL)
+                for at, kind in enumerate(vocabulary.types)
+                if kind in (CONTROL, USER_DEFINED)
+            }
+            self.eos_token_ids = eos_ids(vocabulary)
+            self.bos = bos if vocabulary.add_bos else ""
+        self._ids = {str(token): at for at, token in self.added_tokens_decoder.items()}
+        has_headers = set(HEADER_TOKENS) <= self._ids.keys()
+        if has_headers:
+            named_parts = (("open", "response"), ("close", "response"), ("close", "message"))
+            self.structural_markers = [f"<|{kind}|>{name}<|sep|>" for kind, name in named_parts]
+        reasoning = self._reasoning_markers(has_headers=has_headers)
+        self.has_thinking = reasoning is not None
+        self.think_start, self.think_end = reasoning or ("", "")
+        parser = self._call_parser(has_headers=has_headers)
+        self.has_tool_calling = parser is not None
+        self.tool_parser: Callable[[str, Any], Any] | None = None
+        self.tool_call_start = self.tool_call_end = ""
+        if parser is not None:
+            module = _import_parser(parser)
+            self.tool_parser = module.parse_tool_call
+            self.tool_call_start, self.tool_call_end = module.tool_call_start, module.tool_call_end
+
+    def _reasoning_markers(self, *, has_headers: bool) -> tuple[str, str] | None:
+        for pair in REASONING_TOKENS:
+            if set(pair) <= self._ids.keys():
+                return pair
+        if {"<|channel>", "<channel|>"} <= self._ids.keys():
+            return "<|channel>thought", "<channel|>"
+        return ("<|open|>think<|sep|>", "<|close|>think<|sep|>") if has_headers else None
+
+    def _call_parser(self, *, has_headers: bool) -> str | None:
+        for name, parts in CALL_PARSERS:
+            if all(part in self.chat_template for part in parts):
+                return name
+        if has_headers:
+            return "kimi_k3"
+        return "pythonic" if {"<|tool_call_start|>", "<|tool_call_end|>"} <= self._ids.keys() else None
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """The special tokens and the date, as llama.cpp passes them to a template."""
+        now = datetime.now()
+        return {**self._special_tokens, "datetime": f"{now:%b %d %Y}", "date_string": f"{now:%d %b %Y}"}
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Return the added tokens."""
+        return self._ids
+
+    def get_chat_template(self, *, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Return the template for a chat with or without tools."""
+        tool_template = self._tool_template if tools else None
+        return tool_template or self._template or self.chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the id of an added token; nothing for another text, which only the process of the model encodes."""
+        return [self._ids[text]] if text in self._ids else []
 
 
-def _no_min_tokens_error() -> InvalidRequestError:
-    return InvalidRequestError(
-        "llama.cpp does not support min_tokens together with tools or a format of the answer; leave one of them out, "
-        'or load the model with engine="mlx"',
-        param="min_tokens",
-    )
+def _import_parser(name: str) -> ModuleType:
+    """Import a parser of mlx-lm without mlx-lm itself, which would take a second and import MLX."""
+    if PARSER_PACKAGE not in sys.modules:
+        spec = importlib.util.find_spec("mlx_lm")
+        package = ModuleType(PARSER_PACKAGE)
+        assert spec is not None
+        package.__path__ = [f"{folder}/tool_parsers" for folder in spec.submodule_search_locations or ()]
+        sys.modules[PARSER_PACKAGE] = package
+    return importlib.import_module(f"{PARSER_PACKAGE}.{name}")
+
+
+def join_texts(pieces: Sequence[int | str]) -> str:
+    return "".join(piece for piece in pieces if isinstance(piece, str))

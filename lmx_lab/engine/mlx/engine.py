@@ -305,7 +305,7 @@ def _slices(items: Sequence[Item], *, beside: int = 0) -> Iterator[tuple[int, li
 class MlxEngine:
     """``Engine`` for models in MLX's format. Its thread starts with the first load, and again after it has died."""
 
-    capabilities = Capabilities(thinking_budget=True, logprobs_with_own_tools=True, input_types=True, steering=True)
+    capabilities = Capabilities(thinking_budget=True, input_types=True, steering=True)
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings

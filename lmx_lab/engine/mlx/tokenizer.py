@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,19 +14,16 @@ from llguidance import LLMatcher
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.grammar.compile import GrammarCompiler, read_token_table
 from lmx_lab.engine.mlx.batch import MlxRow
-from lmx_lab.engine.preparer import ends_answer
+from lmx_lab.engine.preparer import ends_answer, render_chat_template
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, is_panic
-from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_request, write_chat
 from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_size
-from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
+from lmx_lab.errors import ContextLengthError, EngineError
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import InfillTokens, find_infill_tokens
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -124,37 +120,8 @@ class MlxTokenizer:
         return await self._encode(text, special=False, param=param)
 
     async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
-        """See ``Tokenizer``. Does not use the tokenizer.
-
-        Raises:
-            InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits.
-        """
-
-        def write() -> bytes | str:
-            if not self._tokenizer.has_chat_template:
-                raise InvalidRequestError(
-                    f"{self.entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
-                )
-            given = self.chat_format.template_input(request, chat)
-            messages = given.pop("messages")
-            return write_chat(self._tokenizer, messages, add_generation_prompt=True, **given, **chat.template_options)
-
-        try:
-            # Each request has its own thread, because many messages take a long time.
-            return await render_request(await in_thread(write, name="lmx-lab-template"))
-        except LabError:
-            raise
-        except TemplateLimitError as exc:
-            log.warning("request %s: the chat template of %s %s", request.caller.request_id, self.entry.id, exc)
-            raise InvalidRequestError(
-                f"the chat template of {self.entry.id} {exc}; send less, or use another model",
-                param="messages",
-            ) from exc
-        # A template is a program that belongs to the model, and may raise any error.
-        except Exception as exc:
-            raise InvalidRequestError(
-                f"the chat template of {self.entry.id} refuses these messages: {exc}", param="messages"
-            ) from exc
+        """See ``Tokenizer``."""
+        return await render_chat_template(self._tokenizer, self.chat_format, self.entry, request, chat)
 
     async def show(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
@@ -175,10 +142,6 @@ class MlxTokenizer:
     def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
         """See ``Tokenizer``."""
         return self.chat_format.reasoning_state(tail)
-
-    def divides(self, request: GenerationRequest) -> bool:
-        """See ``Tokenizer``."""
-        return False
 
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
         """See ``Tokenizer``."""

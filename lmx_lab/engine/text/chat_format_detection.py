@@ -1,10 +1,12 @@
 """Detect how a model writes reasoning and tool calls, and derive what an answer to a request may contain.
 
-mlx-lm reads most of it from the tokenizer. Models without a known format for calls get the generic one.
+mlx-lm reads most of it from the tokenizer of a folder, and ``llama_cpp.tokenizer`` from a GGUF file. Models without a
+known format for calls get the generic one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -19,7 +21,16 @@ from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.engine.text.tool_prompt import END, START, template_tools, write_tools_as_text
-from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
+from lmx_lab.engine.tokenizing.templates import (
+    ANSWER,
+    CALL,
+    CALLING,
+    RESULT,
+    TOOLS,
+    USER,
+    TemplateLimitError,
+    render_chat,
+)
 from lmx_lab.errors import InvalidRequestError
 
 ReasoningState = Literal["open", "possible", "closed"]
@@ -149,19 +160,23 @@ class ChatFormat:
         """Return messages and tools for the model's template.
 
         Tools, calls and results are written into the messages as text if the template does not support them, or if the
-        answer uses another format for calls than the template.
+        answer uses another format for calls than the template. A system message that it does not support is written
+        before the first message.
         """
         given: dict[str, Any] = {}
         if self.reasoning_markers is not None and not {"enable_thinking", "thinking"} & set(prompt.template_options):
             # mlx-lm passes False for models whose reasoning it does not detect.
             given["enable_thinking"] = True
+        messages: Sequence[Mapping[str, Any]] = prompt.messages
+        if not self.supports_system and len(messages) > 1 and messages[0]["role"] == "system":
+            system, first, *rest = messages
+            messages = [{**first, "content": f"{system['content']}\n{first['content']}"}, *rest]
         differs = self.own_calls is not None and request.answer_format is not None and prompt.tools is not None
         if differs or not self.supports_tools:
-            messages = write_tools_as_text(prompt.messages, prompt.tools, system=self.supports_system)
-            return {**given, "messages": messages}
-        if prompt.tools is not None:
+            messages = write_tools_as_text(messages, prompt.tools, system=self.supports_system)
+        elif prompt.tools is not None:
             given["tools"] = template_tools(prompt.tools)
-        return {**given, "messages": [self.convert_message(message) for message in prompt.messages]}
+        return {**given, "messages": [self.convert_message(message) for message in messages]}
 
     def grammar(self, request: GenerationRequest, state: ReasoningState) -> str | None:
         """Return the llguidance grammar of the answer; None if any answer is allowed.
@@ -214,7 +229,7 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
     """Detect the chat format from the vocabulary, the template and the configuration of a tokenizer. Blocks.
 
     Args:
-        tokenizer: mlx-lm's ``TokenizerWrapper``.
+        tokenizer: mlx-lm's ``TokenizerWrapper``, or an object with the same attributes.
 
     Raises:
         TemplateLimitError: the template, which is rendered as a test, exceeded a limit.
@@ -224,8 +239,8 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
         reasoning_markers = tokenizer.think_start, tokenizer.think_end
     else:
         template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-        pairs = (pair for pair in MORE_REASONING_MARKERS if all(marker in template for marker in pair))
-        reasoning_markers = next(pairs, None)
+        # The prompt may open the reasoning, so the closing marker need not be in the template.
+        reasoning_markers = next((pair for pair in MORE_REASONING_MARKERS if pair[0] in template), None)
     # Called once: each call of get_vocab builds a new dictionary of all tokens.
     is_harmony = not tokenizer.response_transitions and set(HARMONY_TOKENS) <= tokenizer.get_vocab().keys()
     transitions = {
@@ -234,55 +249,91 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
     if tokenizer.structural_markers:
         transitions.setdefault(CONTENT, []).extend((marker, CONTENT) for marker in tokenizer.structural_markers)
     parse = tokenizer.tool_parser
-    is_mistral = getattr(parse, "__module__", "") == "mlx_lm.tool_parsers.mistral"
+    parser = getattr(parse, "__module__", "").rpartition(".")[2]
+    is_mistral = parser == "mistral"
     if is_harmony:
         own_calls: OwnCallFormat | None = HARMONY_CALLS
     # The parser of models whose call format is the generic one, such as Qwen and Hermes.
-    elif parse is None or parse.__module__ == "mlx_lm.tool_parsers.json_tools":
+    elif parse is None or parser == "json_tools":
         own_calls = None
     else:
         parse = partial(_parse_mistral_calls, parse) if is_mistral else parse
         own_calls = OwnCallFormat(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse)
-    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return ChatFormat(
         reasoning_markers=reasoning_markers,
         reasoning_end=_tokens(tokenizer, reasoning_markers[1]) if reasoning_markers is not None else (),
-        supports_tools=is_harmony or tokenizer.has_tool_calling,
+        supports_tools=is_harmony or tokenizer.has_tool_calling or _writes_generic_calls(tokenizer),
         supports_system=_supports_system(tokenizer),
         own_calls=own_calls,
-        convert_message=_without_clashes if is_harmony else _with_short_ids if is_mistral else dict,
+        convert_message=_without_clashes if is_harmony else _converter(tokenizer, is_mistral=is_mistral),
         initial=BETWEEN if is_harmony else tokenizer.response_initial_state or CONTENT,
         transitions=transitions,
         literals={
-            int(id_): str(token) for id_, token in added if token.special and int(id_) not in tokenizer.eos_token_ids
+            int(id_): str(token)
+            for id_, token in added.items()
+            if token.special and int(id_) not in tokenizer.eos_token_ids
         },
-        markers={marker: _marker(tokenizer, marker) for marker in (*(reasoning_markers or ()), START, END)},
+        markers={marker: _marker(marker, added) for marker in (*(reasoning_markers or ()), START, END)},
     )
 
 
+def _render(tokenizer: Any, *messages: Mapping[str, Any], **options: Any) -> str | None:
+    """Return the text of a chat; None if the template refuses it.
+
+    Raises:
+        TemplateLimitError: the template exceeded a limit.
+    """
+    try:
+        return shared_pool().portal.run(render_chat(tokenizer, messages, add_generation_prompt=True, **options))
+    except TemplateLimitError:
+        raise
+    # Templates raise any exception.
+    except Exception:
+        return None
+
+
 def _supports_system(tokenizer: Any) -> bool:
-    def render(*messages: dict[str, str]) -> str:
-        return shared_pool().portal.run(render_chat(tokenizer, messages, add_generation_prompt=True))
-
     user = {"role": "user", "content": "?"}
-    try:
-        render(user)
-    except TemplateLimitError:
-        raise
-    # Templates raise any exception. One that rejects even a single user message gives no information.
-    except Exception:
+    # A template that rejects even a single user message gives no information.
+    if _render(tokenizer, user) is None:
         return True
-    try:
-        return "probe" in render({"role": "system", "content": "probe"}, user)
-    except TemplateLimitError:
-        raise
-    except Exception:
+    return "probe" in (_render(tokenizer, {"role": "system", "content": "probe"}, user) or "")
+
+
+def _writes_generic_calls(tokenizer: Any) -> bool:
+    """Return whether the template describes tools, and writes calls in the generic format and their results."""
+    call, calling = CALL["function"], {**CALLING, "content": ""}
+    described, called = (_render(tokenizer, *chat, tools=TOOLS) or "" for chat in ((USER,), (USER, calling, RESULT)))
+    if call["name"] not in described or RESULT["content"] not in called:
         return False
+    for section in called.split(START)[1:]:
+        with contextlib.suppress(ValueError):
+            if json.loads(section.partition(END)[0]) == call:
+                return True
+    return False
 
 
-def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace call ids by ids of nine letters and digits; Mistral's templates reject all others."""
+def _converter(tokenizer: Any, *, is_mistral: bool) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    if is_mistral:
+        return partial(_for_mistral, has_parts="block['thinking']" in str(tokenizer.chat_template))
+    # The template of K2 Horizon refuses answers without reasoning, even an empty one.
+    answers = (ANSWER, {**ANSWER, "reasoning_content": ""})
+    if [_render(tokenizer, USER, answer, USER) is None for answer in answers] == [True, False]:
+        return lambda message: {**({"reasoning_content": ""} if message["role"] == "assistant" else {}), **message}
+    return dict
+
+
+def _for_mistral(message: Mapping[str, Any], *, has_parts: bool) -> dict[str, Any]:
+    """Replace call ids by ids of nine letters and digits; Mistral's templates reject all others.
+
+    Args:
+        has_parts: Whether the template reads the reasoning of an answer from parts of its content.
+    """
     converted = dict(message)
+    if has_parts and (reasoning := converted.pop("reasoning_content", None)):
+        texts = ("thinking", reasoning), ("text", converted["content"])
+        converted["content"] = [{"type": kind, kind: text} for kind, text in texts if text]
     if "tool_calls" in converted:
         converted["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in converted["tool_calls"]]
     if "tool_call_id" in converted:
@@ -318,15 +369,12 @@ def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
 
 
-def _marker(tokenizer: Any, text: str) -> Marker:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    parts: list[int | str] = []
-    for token in _tokens(tokenizer, text):
-        if token in added:
-            parts.append(token)
-        elif parts and isinstance(parts[-1], int):
-            parts.append(tokenizer.decode([token]))
-        else:
-            # It begins with ordinary text, which the model can also write with other tokens.
-            return (text,)
-    return tuple(parts)
+def _marker(text: str, added: Mapping[int, Any]) -> Marker:
+    """Return a marker as added tokens, and the texts after them."""
+    ids = {str(token): int(id_) for id_, token in added.items() if str(token) in text}
+    longest_first = sorted(ids, key=len, reverse=True)
+    parts = [part for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if part] if ids else []
+    if not parts or parts[0] not in ids:
+        # It begins with ordinary text, which the model can also write with other tokens.
+        return (text,)
+    return tuple(ids.get(part, part) for part in parts)

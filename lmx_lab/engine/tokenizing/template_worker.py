@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jinja2
@@ -108,13 +108,18 @@ def _raise(message: object) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
-    # Jinja's own filter would escape < and & for HTML.
+    # Jinja's own filter would escape < and & for HTML. Filters such as map return generators.
+    value = list(value) if isinstance(value, Iterator) else value
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
 
 
-_environment = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-)
+class _Environment(ImmutableSandboxedEnvironment):
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        # Some templates change lists of their own, which llama.cpp allows. All lists belong to the request.
+        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
+
+_environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
 """The environment that chat templates are written for; transformers documents its filters and functions."""
 _environment.filters["tojson"] = _tojson
 _environment.globals |= {

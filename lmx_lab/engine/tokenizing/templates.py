@@ -2,8 +2,7 @@
 
 A template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's internals, but
 not from running forever or from taking all memory, and one long multiplication would stop every thread of this process.
-Messages of several shapes are rendered before a load, because a template may never end for some of them. llama.cpp
-renders the template while it loads a model, so an endless template would block the load until its time limit.
+Messages of several shapes are rendered before a load, because a template may never end for some of them.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SHAPES: tuple[Mapping[str, Any], ...] = (
     {"messages": [SYSTEM, USER, CALLING, RESULT], "tools": TOOLS},
     {"messages": [SYSTEM, USER, ANSWER, USER, CALLING, RESULT, ANSWER, USER], "tools": TOOLS},
 )
-"""Variables of a template: short chats, including those that llama.cpp renders while it loads a model."""
+"""Variables of a template: short chats."""
 USUAL = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
 _tried: dict[str, None] = {}
 """Templates that were accepted. They are not tried again, so that a second load starts no process."""
@@ -154,7 +153,7 @@ def write_chat(
     If code of mlx-lm or transformers writes the prompt, its text is returned. Both may take long for many messages.
 
     Args:
-        tokenizer: mlx-lm's ``TokenizerWrapper``.
+        tokenizer: mlx-lm's ``TokenizerWrapper``, or the tokenizer of a GGUF file.
         options: More variables of the template.
 
     Raises:
@@ -188,6 +187,8 @@ def write_chat(
 
 def _is_written_in_python(tokenizer: Any) -> bool:
     """Whether code of mlx-lm or transformers writes the prompt, and no template of the model."""
+    if tokenizer._tokenizer is None:  # a GGUF file
+        return False
     # Slow to import: a second, unless the tokenizer has imported it already.
     from mlx_lm.tokenizer_utils import PreTrainedTokenizerBase  # type: ignore[attr-defined]
 

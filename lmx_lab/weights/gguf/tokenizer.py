@@ -13,6 +13,7 @@ from lmx_lab.weights.gguf.header import GgufHeader
 
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
+HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,9 @@ def eos_ids(vocabulary: GgufVocabulary) -> list[int]:
     """Return all tokens that end a turn: the declared ones, and known ones that the chat template contains."""
     template = vocabulary.chat_template or ""
     control = set(vocabulary.of_type(CONTROL))
-    ends = [vocabulary.tokens.index(token) for token in TURN_ENDS if token in template and token in control]
+    # In the format of gpt-oss, <|end|> only ends a part of the turn.
+    names = HARMONY_ENDS if control.issuperset(HARMONY_ENDS) else TURN_ENDS
+    ends = [vocabulary.tokens.index(token) for token in names if token in template and token in control]
     declared = [index for index in (vocabulary.eos, vocabulary.eot) if vocabulary.token(index) is not None]
     return list(dict.fromkeys([*(index for index in declared if index is not None), *ends]))
 

@@ -349,15 +349,9 @@ async def test_steering_is_supported_or_refused_as_the_capabilities_state(thinke
     assert (await run(thinker, **options)).report.output_tokens
 
 
-async def test_logprobs_with_calls_in_the_models_own_format_are_supported_or_refused_as_the_capabilities_state(
-    thinker, model_format
-):
-    options = {"tools": DESCRIBED_TOOLS, "enable_thinking": False, "top_logprobs": 1, "max_tokens": 4}
-    if not engine_of(thinker, model_format).capabilities.logprobs_with_own_tools:
-        with invalid("logprobs", "leave out logprobs or tools"):
-            await run(thinker, **options)
-        options["tools"] = NAMED
-    assert (await run(thinker, **options)).logprobs
+async def test_answers_that_may_call_tools_have_logprobs(thinker):
+    for tools in (DESCRIBED_TOOLS, NAMED):
+        assert (await run(thinker, tools=tools, enable_thinking=False, top_logprobs=1, max_tokens=4)).logprobs
 
 
 async def test_the_process_that_checks_grammars_ends_with_the_model(chat_models, model_format):

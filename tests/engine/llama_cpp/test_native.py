@@ -25,7 +25,6 @@ from lmx_lab.engine import (
     ToolUse,
 )
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
-from lmx_lab.engine.llama_cpp.tokenizer import ALL_MARKERS, detect_chat_format
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, TokenLogprob, merge_deltas
@@ -44,7 +43,15 @@ from tests.support.engines import (
     until_idle,
     until_written,
 )
-from tests.support.gguf import NO_SYSTEM_TEMPLATE, THINKS_FIRST_TEMPLATE, TOOLS_TEMPLATE, with_template, with_tokens
+from tests.support.families import FAMILIES
+from tests.support.gguf import (
+    NO_SYSTEM_TEMPLATE,
+    TEMPLATE_KEY,
+    THINKS_FIRST_TEMPLATE,
+    with_template,
+    with_tokens,
+    with_values,
+)
 from tests.support.models import MARKERS
 
 pytestmark = pytest.mark.anyio
@@ -52,8 +59,6 @@ LOOK = Tool(name="look", parameters={"type": "object", "properties": {"at": {"ty
 ALL = ToolUse(tools=(LOOK,))
 START, END = 5, 6
 FORCE = 1000.0
-CALL = ["Ċ", '{"', "name", '":"', "look", '","', "arguments", '":', "Ġ{}", "}", "ĊĊ"]
-"""A call as pieces. Each of them occurs once, so equal characters are written with different tokens."""
 
 
 def chat(**changes):
@@ -79,41 +84,44 @@ async def forced_request(manager, tool_request, tokens):
 
 @pytest.fixture(scope="module")
 def pieces(tiny):
-    vocabulary = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).get_vocab()
-    return vocabulary
+    return Tokenizer.from_file(str(tiny.path / "tokenizer.json")).get_vocab()
 
 
 @pytest.fixture(scope="module")
 def caller_gguf(tiny_gguf, tmp_path_factory):
-    return with_tokens(tiny_gguf, MARKERS, tmp_path_factory.mktemp("caller") / "caller.gguf", TOOLS_TEMPLATE)
+    return with_tokens(tiny_gguf, MARKERS, tmp_path_factory.mktemp("caller") / "caller.gguf", FAMILIES["glm"].template)
 
 
 # Tool calls
 
 
-async def test_llama_cpp_parses_calls_in_the_models_own_format(caller_gguf, pieces):
-    tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
+async def test_calls_in_the_models_own_format_are_parsed_and_have_ids_and_logprobs(caller_gguf, pieces):
+    tokens = [START, pieces["look"], END, 2]
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await load_entry(manager, entry_of(caller_gguf))
-        result = await force_tokens(manager, chat(tools=ALL), tokens)
-        assert result.calls == [("look", "{}")]
-        assert (result.text.strip(), result.reason) == ("", "tool_calls")
-        assert result.report.output_tokens == len(tokens)
-        free = await finish_answer(await manager.submit(replace(chat(tools=ALL), max_tokens=10)))
+        forced = replace(await forced_request(manager, chat(tools=ALL), tokens), top_logprobs=0)
+        async with await manager.submit(forced) as stream:
+            answer = merge_deltas([delta async for delta in stream])
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("look", "{}")]
+        assert (answer.text, answer.ids, stream.report.finish_reason) == ("", tuple(tokens), "tool_calls")
+        assert [entry.token for entry in answer.logprobs] == tokens
+        free = await finish_answer(await manager.submit(replace(chat(tools=ALL), max_tokens=10, min_tokens=10)))
         assert (free.calls, free.reason, free.report.output_tokens) == ([], "length", 10)
         assert free.text
 
 
-async def test_the_ids_of_calls_that_llama_cpp_parses_are_found(caller_gguf, pieces):
-    tokens = [START, *(pieces[piece] for piece in CALL), END, 2]
+async def test_special_tokens_are_parts_of_the_models_own_format_and_no_text(tiny_gguf, pieces, tmp_path):
+    names = dict(zip(MARKERS, ("[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"), strict=True))
+    path = with_tokens(tiny_gguf, names, tmp_path / "tiny.gguf", FAMILIES["mistral"].template, special=True)
+    (calls, arguments, outside, _), look, empty = range(3, 7), pieces["look"], pieces["Ġ{}"]
+    tokens = [pieces["river"], outside, calls, look, arguments, empty, 2]
     async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(caller_gguf))
+        await load_entry(manager, entry_of(path))
         forced = await forced_request(manager, chat(tools=ALL), tokens)
-        for needs_ids in (True, False):
-            async with await manager.submit(replace(forced, needs_ids=needs_ids)) as stream:
-                answer = merge_deltas([delta async for delta in stream])
-            assert [call.name for call in answer.tool_calls] == ["look"]
-            assert answer.ids == (tuple(tokens) if needs_ids else ())
+        async with await manager.submit(forced) as stream:
+            answer = merge_deltas([delta async for delta in stream])
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("look", "{}")]
+    assert (answer.text, answer.ids, stream.report.finish_reason) == ("river", tuple(tokens), "tool_calls")
 
 
 async def test_an_answer_whose_missing_ids_cannot_be_found_ends_without_them(tiny, tiny_gguf, tmp_path):
@@ -147,7 +155,7 @@ async def test_nothing_of_a_model_stays_in_memory_after_its_unload(tiny_gguf):
         assert [checker() for checker in created] == [None]
 
 
-def test_a_recorded_answer_that_llama_cpp_has_parsed_is_scored_and_repeated(caller_gguf, tmp_path):
+def test_a_recorded_answer_that_may_call_tools_is_scored_and_repeated(caller_gguf, tmp_path):
     tool = {"type": "function", "function": {"name": LOOK.name, "parameters": dict(LOOK.parameters)}}
     with lmx_lab.Lab(replace(LLAMA_SETTINGS, home=tmp_path, port=0), loop="thread") as lab:
         lab.load(str(caller_gguf))
@@ -198,6 +206,20 @@ async def test_for_a_template_without_system_messages_the_user_message_contains_
                 shown = await text_of(manager, stream.prompt)
             assert "Be brief." in shown
             assert ("look" in shown) is (tools is not None)
+
+
+async def test_a_file_may_have_a_template_for_chats_with_tools_and_a_token_that_begins_each_prompt(tiny_gguf, tmp_path):
+    shown = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    changes = {
+        "tokenizer.ggml.add_bos_token": True,
+        TEMPLATE_KEY: f"{{{{ bos_token }}}}{shown}",
+        f"{TEMPLATE_KEY}.tool_use": f"{shown} with {{{{ tools[0].function.name }}}}{{# <arg_key> #}}",
+    }
+    async with ModelManager(LLAMA_SETTINGS) as manager:
+        await load_entry(manager, entry_of(with_values(tiny_gguf, tmp_path / "tiny.gguf", changes)))
+        texts = [await text_of(manager, await manager.encode(chat(tools=tools))) for tools in (None, ALL)]
+    # Whether or not the template writes the token.
+    assert texts == ["<|im_start|>Where?", "<|im_start|>Where? with look"]
 
 
 # Exact repetition
@@ -310,44 +332,3 @@ async def test_prompt_lookup_drafts_copied_text_and_does_not_change_it(smollm2_g
     (plain_text, plain), (text, drafted) = answers
     assert text == plain_text
     assert plain.drafted_tokens == 0 < drafted.accepted_tokens <= drafted.drafted_tokens
-
-
-def test_the_markers_of_reasoning_are_read_from_the_template():
-    chat_format = detect_chat_format(
-        THINKS_FIRST_TEMPLATE, {"supports_tools": False}, {"<think>": (3,), "</think>": (4,)}
-    )
-    assert (chat_format.reasoning_markers, chat_format.supports_tools, chat_format.has_headers) == (
-        ("<think>", "</think>"),
-        False,
-        False,
-    )
-    assert (chat_format.markers["<think>"], chat_format.markers["</think>"]) == ((3,), (4,))
-    assert chat_format.reasoning_state("assistant\n<think>\n") == "open"
-    # A marker that is not one token is found as text.
-    assert chat_format.markers["<tool_call>"] == ("<tool_call>",)
-
-
-@pytest.mark.parametrize(
-    ("template", "markers"), [("", None), (TOOLS_TEMPLATE, ("<think>", "</think>")), (NO_SYSTEM_TEMPLATE, None)]
-)
-def test_not_every_template_has_reasoning(template, markers):
-    assert detect_chat_format(template, {}, {}).reasoning_markers == markers
-
-
-def test_the_capabilities_of_a_template_come_from_llama_cpp():
-    assert detect_chat_format(TOOLS_TEMPLATE, {"supports_tools": True}, {}).supports_tools
-    assert not detect_chat_format(TOOLS_TEMPLATE, {}, {}).supports_tools
-    assert not detect_chat_format(NO_SYSTEM_TEMPLATE, {"supports_system_role": False}, {}).supports_system
-    assert detect_chat_format(NO_SYSTEM_TEMPLATE, {}, {}).supports_system
-
-
-def test_templates_with_headers_are_recognized_by_their_markers():
-    harmony = detect_chat_format("<|channel|> <|message|> <|call|>", {"supports_tools": True}, {})
-    assert harmony.has_headers
-    assert harmony.reasoning_markers is None
-    assert not detect_chat_format("<|message|> alone", {}, {}).has_headers
-
-
-def test_each_marker_is_looked_up_once():
-    assert len(set(ALL_MARKERS)) == len(ALL_MARKERS)
-    assert {"<think>", "</think>", "<tool_call>", "</tool_call>"} <= set(ALL_MARKERS)

@@ -169,33 +169,13 @@ def test_reasoning_markers_without_tokens_of_their_own_are_found_in_the_template
 
 # Answers
 
-RECORDED = {
-    "hermes": '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🏔", '
-    '"days": 2}}\n</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-    "coder": "<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n<function=weather>\n<parameter=city>\nZürich 🏔\n"
-    "</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n"
-    "</parameter>\n</function>\n</tool_call>",
-    "glm": "<think>Hm.</think>Look.<tool_call>weather<arg_key>city</arg_key><arg_value>Zürich 🏔</arg_value>"
-    "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>add<arg_key>a</arg_key><arg_value>1"
-    "</arg_value></tool_call>",
-    "mistral": 'Look.[TOOL_CALLS]weather[CALL_ID]abcdefg00[ARGS]{"city": "Zürich 🏔", "days": 2}[TOOL_CALLS]add[ARGS]'
-    '{"a": 1}',
-    "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look.<|end|>"
-    '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Zürich 🏔", '
-    '"days": 2}',
-    "plain": 'Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🏔", "days": 2}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-    "seed": '<seed:think>Hm.</seed:think>Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🏔", '
-    '"days": 2}}\n</tool_call><tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-}
-
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_recorded_answer_is_divided_into_content_reasoning_and_calls(families, family, whole):
     known = families[family]
     thinking = known.chat_format.reasoning_state(rendered(known, asked(TOOLS)))
-    text, reasoning, calls = divided(known, RECORDED[family], asked(TOOLS), thinking, whole=whole)
+    text, reasoning, calls = divided(known, FAMILIES[family].answer, asked(TOOLS), thinking, whole=whole)
     assert (text, reasoning) == ("Look.", "" if family in ("mistral", "plain") else "Hm.")
     # The calls of "coder" contain no types. If the schema of the tool has none either, values are strings.
     second = ("add", {"a": "1"}) if family == "coder" else ADD
@@ -237,7 +217,11 @@ def test_harmony_answers_are_divided_by_their_headers(families, raw, parts, whol
 
 def test_harmony_calls_are_dropped_in_a_request_without_tools(families):
     for whole in (True, False):
-        assert divided(families["harmony"], RECORDED["harmony"], asked(), "closed", whole=whole) == ("Look.", "Hm.", [])
+        assert divided(families["harmony"], FAMILIES["harmony"].answer, asked(), "closed", whole=whole) == (
+            "Look.",
+            "Hm.",
+            [],
+        )
 
 
 # Input of the template

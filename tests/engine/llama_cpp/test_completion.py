@@ -1,17 +1,28 @@
-"""The events that llama.cpp streams become the pieces of an answer."""
+"""Each request becomes a body for llama.cpp, and the events that it streams become the pieces of an answer."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import GenerationRequest, TextPrompt
+from lmx_lab.engine import GenerationRequest, Sampling, TextPrompt
 from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.answers import Generation
-from lmx_lab.engine.llama_cpp.answer import AnswerReader, Gap, TokenIndex, choose, set_decoding_at
+from lmx_lab.engine.llama_cpp.completion import (
+    SEEDS,
+    AnswerReader,
+    Gap,
+    TokenIndex,
+    choose,
+    completion_body,
+    sampling,
+    set_decoding_at,
+)
+from lmx_lab.engine.llama_cpp.tokenizer import join_texts
 from lmx_lab.engine.stream import Mailbox
-from lmx_lab.engine.text.channels import CONTENT, REASONING, ChannelFormat
+from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.splitter import TextSplitter
+from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.outputs import Delta, PromptProgress, merge_tool_calls
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))
@@ -25,7 +36,7 @@ THOUGHTS = ChannelFormat(
 class Answer:
     """A generation, to which the events of its answer are added."""
 
-    def __init__(self, request, route, channel_format):
+    def __init__(self, request, channel_format):
         loop = asyncio.new_event_loop()
         loop.close()
         self.generation = Generation(
@@ -33,12 +44,12 @@ class Answer:
             model="m",
             prompt=list(range(10)),
             max_tokens=100,
-            splitter=TextSplitter("".join, request.stop, channel_format),
+            splitter=TextSplitter(join_texts, request.stop, channel_format),
             mailbox=Mailbox(loop, 100.0),
             permit=Permit(AdmissionControl("m", limit=1)),
             arrived_at=100.0,
             timeout_s=60.0,
-            row=AnswerReader(route, {}),
+            row=AnswerReader(),
             admitted_at=101.0,
             peak_memory_bytes=5,
         )
@@ -57,8 +68,8 @@ class Answer:
         return getattr(self.generation, name)
 
 
-def reader(*, request=REQUEST, route="/completion", channel_format=None):
-    return Answer(request, route, channel_format)
+def reader(*, request=REQUEST, channel_format=None):
+    return Answer(request, channel_format)
 
 
 def probability(token, data, logprob=-1.0, top=()):
@@ -92,6 +103,68 @@ def summarize(items):
         "".join(item.reasoning for item in items),
         sum(item.tokens for item in items),
     )
+
+
+# Sampling
+
+
+def test_all_sampling_parameters_are_sent():
+    body_ = sampling(REQUEST, choice=0, context_length=512)
+    assert body_ == {
+        "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "repeat_last_n": 512, "seed": -1, "logit_bias": [], "ignore_eos": False,
+        "samplers": ["penalties", "top_p", "min_p", "top_k", "temperature"],
+    }  # fmt: skip
+
+
+def seed(value, choice=0):
+    request_ = replace(REQUEST, sampling=Sampling(seed=value))
+    return int(sampling(request_, choice=choice, context_length=512)["seed"])
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**32 - 2])
+def test_a_valid_seed_is_sent_unchanged(value):
+    assert seed(value) == value
+
+
+@pytest.mark.parametrize("value", [-1, -5, 2**32 - 1, 2**32, 2**70])
+def test_other_seeds_are_mapped_to_valid_ones(value):
+    assert 0 <= seed(value) < SEEDS
+    assert seed(value) == seed(value)
+    assert seed(value) != seed(value + 1)
+
+
+def test_answers_to_one_request_have_seeds_of_their_own():
+    assert len({seed(7, choice) for choice in range(16)}) == 16
+    assert [seed(7, choice) for choice in range(4)] == [seed(7, choice) for choice in range(4)]
+    assert {seed(None, choice) for choice in range(4)} == {-1}
+
+
+# Bodies
+
+
+def body(*, grammar=None, markers=(), **changes):
+    request_ = replace(REQUEST, **changes)
+    options = {"choice": 0, "max_tokens": 9, "context_length": 512, "vocabulary_size": 1000, "may_end": True}
+    return completion_body(request_, [1, 2], grammar=grammar, markers=markers, **options)
+
+
+def test_a_completion_has_tokens_and_reports_progress():
+    body_ = body(markers=["<think>"])
+    assert (body_["prompt"], body_["n_predict"], body_["stream"], body_["return_progress"]) == ([1, 2], 9, True, True)
+    assert body_["preserved_tokens"] == ["<think>"]
+    assert {"n_probs", "grammar", "stop"} & set(body_) == set()
+
+
+@pytest.mark.parametrize(("top", "sent"), [(0, 1), (1, 1), (20, 20)])
+def test_at_least_one_alternative_is_requested_with_logprobs(top, sent):
+    assert body(top_logprobs=top)["n_probs"] == sent
+    # A named token may have any rank.
+    assert body(top_logprobs=top, logprob_tokens=(7,))["n_probs"] == 1000
+
+
+def test_a_grammar_is_sent():
+    assert body(grammar="start: x")["grammar"] == "start: x"
 
 
 # Texts
@@ -202,66 +275,25 @@ def test_drafts_before_a_pause_are_counted():
     assert (answer.drafted_tokens, answer.accepted_tokens) == (11, 5)
 
 
-# The chat route
+# Special tokens
 
 
-def chunk(predicted, finish=None, entries=None, **delta):
-    choice = {"index": 0, "delta": delta, "finish_reason": finish}
-    if entries is not None:
-        choice["logprobs"] = {"content": entries}
-    return {"choices": [choice], "timings": {"predicted_n": predicted}}
-
-
-def call(index, arguments="", **first):
-    id_, name = first.get("id"), first.get("name")
-    function = {"arguments": arguments} | ({"name": name} if name else {})
-    return {"index": index, "function": function} | ({"id": id_, "type": "function"} if id_ else {})
-
-
-def test_a_chat_has_reasoning_text_and_calls():
-    answer = reader(route="/v1/chat/completions")
-    items = deltas(
-        answer,
-        chunk(0, role="assistant", content=None),
-        chunk(1, reasoning_content="hm"),
-        chunk(2, content="I look. "),
-        chunk(4, tool_calls=[call(0, id="a", name="look")]),
-        chunk(5, tool_calls=[call(0, '{"x"')]),
-        chunk(6, tool_calls=[call(0, ": 1}"), call(1, "{}", id="b", name="wait")]),
-        chunk(7, "tool_calls"),
+@pytest.mark.parametrize(("last", "finish"), [("eos", "tool_calls"), ("limit", "length")])
+def test_special_tokens_without_text_are_parts_of_markers(last, finish):
+    calls = CallFormat(start="[CALL]", end="", parse=lambda text: {"name": text, "arguments": {}})
+    transitions = {CONTENT: [("[CALL]", TOOL)]}
+    answer = reader(
+        channel_format=ChannelFormat(transitions=transitions, calls=calls, literals={7: "[CALL]", 8: "[OTHER]"})
     )
-    assert summarize(items) == ("I look. ", "hm", 7)
+    specials = {token: {**piece("", 2), "tokens": [token]} for token in (7, 8)}
+    items = deltas(
+        answer, piece("I look.", 1), specials[8], specials[7] | {"tokens_predicted": 3}, piece("look", 4), end(5, last)
+    )
+    assert summarize(items) == ("I look.", "", 5)
     calls = merge_tool_calls(piece for item in items for piece in item.tool_calls)
-    assert [(item.id, item.name, item.arguments) for item in calls] == [("a", "look", '{"x": 1}'), ("b", "wait", "{}")]
-    assert answer.finish == "tool_calls"
-    assert answer.report(110.0).reasoning_tokens == 1
-
-
-@pytest.mark.parametrize(("reason", "called", "finish"), [
-    ("stop", False, "stop"), ("stop", True, "tool_calls"), ("length", True, "length"), ("length", False, "length"),
-    ("odd", False, "stop"),
-])  # fmt: skip
-def test_a_chat_with_calls_ends_with_tool_calls(reason, called, finish):
-    answer = reader(route="/v1/chat/completions")
-    calls = [chunk(1, tool_calls=[call(0, "{}", id="a", name="look")])] if called else []
-    deltas(answer, *calls, chunk(2, reason))
+    assert [(item.name, item.arguments) for item in calls] == [("look", "{}")]
+    assert [item.ids for item in items[:4]] == [(0,), (8,), (7,), (0,)]
     assert answer.finish == finish
-
-
-def test_a_chat_stops_before_a_stop_string_too():
-    answer = reader(route="/v1/chat/completions", request=replace(REQUEST, stop=("STOP",)))
-    items = deltas(answer, chunk(1, content="a ST"), chunk(2, content="OP b"), chunk(3, "stop"))
-    assert (summarize(items), answer.finish) == (("a ", "", 2), "stop")
-
-
-def test_a_chat_has_logprobs_whose_end_is_marked():
-    answer = reader(route="/v1/chat/completions", request=replace(REQUEST, top_logprobs=0))
-    events = [
-        chunk(1, entries=[probability(7, b"a")], content="a"),
-        chunk(2, entries=[probability(2, b"")], content=""),
-    ]
-    items = logprobs(deltas(answer, *events, chunk(2, "stop")))
-    assert [(item.token, item.ends) for item in items] == [(7, False), (2, True)]
 
 
 # Costs

@@ -1,5 +1,9 @@
-"""Convert the events that llama.cpp streams to the deltas of an answer, and find the ids of tokens that it did not
-report. Pure: the caller passes the time.
+"""Write requests for the route ``/completion`` of llama.cpp's server, convert the events that it streams to the deltas
+of an answer, and find the ids of tokens that it did not report. Pure: the caller passes the time.
+
+That route continues tokens, and the text is split here, as on MLX: reasoning, tool calls, stop strings. The route for
+chats would enforce nothing (measured: it ignores a ``tool_choice`` and refuses a grammar beside tools), and would hide
+the tokens of calls.
 
 While its text ends within a character, llama.cpp's server sends nothing, and later only the last token of the
 character. The tokens before that one are those whose bytes are the rest of the text that was sent.
@@ -7,29 +11,92 @@ character. The tokens before that one are those whose bytes are the rest of the 
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from lmx_lab.engine.answers import Generation
-from lmx_lab.engine.llama_cpp.request import Route
+from lmx_lab.engine.requests import GenerationRequest
 from lmx_lab.values.outputs import (
     Delta,
-    FinishReason,
     PromptProgress,
     TokenLogprob,
-    ToolCallDelta,
     token_text,
 )
 
-FINISHES: Mapping[str, FinishReason] = {
-    "eos": "stop", "word": "stop", "stop": "stop", "tool_calls": "tool_calls", "limit": "length", "length": "length",
-}  # fmt: skip
+SAMPLERS = ("penalties", "top_p", "min_p", "top_k", "temperature")
+"""The samplers in the order of ``Sampling``. llama.cpp's default list has more samplers, and begins with top_k."""
+SEEDS = 2**32 - 1
+"""Number of seeds; the largest 32-bit number stands for a random seed."""
 MAX_TOKEN_BYTES = 16
 """Longer tokens do not end within a character."""
 MAX_SEQUENCES = 16
+
+
+def sampling(request: GenerationRequest, *, choice: int, context_length: int) -> dict[str, Any]:
+    """Return all sampling parameters, because llama.cpp's defaults differ from those of ``Sampling``."""
+    chosen = request.sampling
+    seed = -1 if chosen.seed is None else chosen.seed
+    if chosen.seed is not None and (choice or not 0 <= seed < SEEDS):
+        digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "big") % SEEDS
+    return {
+        "temperature": chosen.temperature,
+        "top_p": chosen.top_p,
+        "top_k": chosen.top_k,
+        "min_p": chosen.min_p,
+        "repeat_penalty": chosen.repetition_penalty,
+        "presence_penalty": chosen.presence_penalty,
+        "frequency_penalty": chosen.frequency_penalty,
+        "repeat_last_n": context_length,
+        "samplers": list(SAMPLERS),
+        "seed": seed,
+        "logit_bias": [[token, bias] for token, bias in chosen.logit_bias],
+        "ignore_eos": request.ignore_eos,
+    }
+
+
+def completion_body(
+    request: GenerationRequest,
+    prompt: Sequence[int | str],
+    *,
+    choice: int,
+    max_tokens: int,
+    may_end: bool,
+    context_length: int,
+    grammar: str | None,
+    markers: Sequence[str],
+    vocabulary_size: int,
+    timings: bool = False,
+) -> dict[str, Any]:
+    """Return the body for ``/completion``.
+
+    Args:
+        prompt: Ids of tokens, and texts.
+        may_end: Whether the model may end its text.
+        markers: Special tokens that the text of the answer must contain, as text.
+        timings: Whether each event counts the drafted tokens, and not only the last one.
+    """
+    body = {
+        **sampling(request, choice=choice, context_length=context_length),
+        "prompt": list(prompt),
+        "ignore_eos": request.ignore_eos or not may_end,
+        "n_predict": max_tokens,
+        "stream": True,
+        # Without it, a cancelled request continues until the end of its prompt (measured).
+        "return_progress": True,
+        "preserved_tokens": list(markers),
+        "timings_per_token": timings,
+    }
+    if request.top_logprobs is not None:
+        # A named token may have any rank.
+        body["n_probs"] = vocabulary_size if request.logprob_tokens else max(1, request.top_logprobs)
+    if grammar is not None:
+        body["grammar"] = grammar
+    return body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +156,15 @@ class AnswerReader:
     """Reads the events of one answer, and adds them to its generation, whose ``row`` it is.
 
     llama.cpp holds back incomplete characters, and sends their text with the log-probability of their last token only.
-
-    Args:
-        chat: Messages, tools and template variables for the chat route; empty for the other one.
     """
 
-    def __init__(self, route: Route, chat: Mapping[str, Any]) -> None:
-        self.route = route
-        self.chat = chat
-        self._has_called = False
+    def __init__(self) -> None:
         self._hidden: TokenLogprob | None = None
         """Log-probability of the last token if the token has no text: it may be the token that ends the answer."""
         self.restored_tokens = 0
         """Number of prompt tokens in the slot that was restored from disk for this request."""
         self.slot: int | None = None
-        """Id of the slot; None on the chat route, which does not report it."""
+        """Id of the slot; None before the first token."""
         self.tokens: list[int] = []
         """Ids of the output tokens, without those in ``gaps``."""
         self.gaps: list[Gap] = []
@@ -119,11 +180,11 @@ class AnswerReader:
         """Return whether another request with the tokens so far would continue the answer: llama.cpp keeps no state of
         it except the tokens.
 
-        A grammar, the parser of the chat format and the random numbers of a seed would start from the beginning.
+        A grammar and the random numbers of a seed would start from the beginning.
         """
         sampling, output_tokens = generation.request.sampling, generation.output_tokens
         has_seed = sampling.seed is not None and sampling.temperature > 0
-        if self.route != "/completion" or generation.grammar is not None or has_seed:
+        if generation.grammar is not None or has_seed:
             return False
         return generation.finish is None and 0 < output_tokens == len(self.tokens) and self._hidden is None
 
@@ -155,8 +216,23 @@ class AnswerReader:
         if (timings := chunk.get("timings")) is not None:
             generation.drafted_tokens = self._drafted_before + int(timings.get("draft_n", 0))
             generation.accepted_tokens = self._accepted_before + int(timings.get("draft_n_accepted", 0))
-        read = self._read_completion if self.route == "/completion" else self._read_chat
-        yield from read(generation, chunk, now)
+        tokens = max(0, self._tokens_before + int(chunk["tokens_predicted"]) - generation.output_tokens)
+        ids = tuple(chunk.get("tokens") or ())
+        if tokens > len(ids):
+            self.gaps.append(Gap(at=len(self.tokens), count=tokens - len(ids), text=chunk["content"], last=ids))
+        self.tokens += ids
+        self.pieces += ids if len(ids) == tokens else [chunk["content"]]
+        sent = () if self.gaps else ids
+        self.sent_ids += len(sent)
+        entries = _entries(generation, chunk.get("completion_probabilities", ()))
+        # A special token has no text.
+        special = ids[0] if len(ids) == tokens == 1 and not chunk["content"] else None
+        yield from self._text(
+            generation, chunk["content"], now, tokens=tokens, entries=entries, ids=sent, special=special
+        )
+        self.slot = chunk.get("id_slot", self.slot)
+        if chunk["stop"] and generation.finish is None:
+            yield from self._end(generation, "length" if chunk["stop_type"] == "limit" else "stop")
 
     def last_ids(self, found: Sequence[Sequence[int]]) -> Delta:
         """Return the ids that were not sent yet.
@@ -170,45 +246,6 @@ class AnswerReader:
             at = gap.at
         return Delta(text="", tokens=0, ids=(*tokens, *self.tokens[at:]))
 
-    def _read_completion(self, generation: LlamaGeneration, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
-        tokens = max(0, self._tokens_before + int(chunk["tokens_predicted"]) - generation.output_tokens)
-        ids = tuple(chunk.get("tokens") or ())
-        if tokens > len(ids):
-            self.gaps.append(Gap(at=len(self.tokens), count=tokens - len(ids), text=chunk["content"], last=ids))
-        self.tokens += ids
-        self.pieces += ids if len(ids) == tokens else [chunk["content"]]
-        if self.gaps:
-            ids = ()
-        self.sent_ids += len(ids)
-        entries = _entries(generation, chunk.get("completion_probabilities", ()))
-        yield from self._text(generation, chunk["content"], now, tokens=tokens, entries=entries, ids=ids)
-        self.slot = chunk.get("id_slot", self.slot)
-        if chunk["stop"] and generation.finish is None:
-            yield from self._end(generation, FINISHES.get(chunk["stop_type"], "stop"))
-
-    def _read_chat(self, generation: LlamaGeneration, chunk: Mapping[str, Any], now: float) -> Iterator[Delta]:
-        predicted = int(chunk.get("timings", {}).get("predicted_n", 0))
-        tokens = max(0, predicted - generation.output_tokens)
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            if reasoning := delta.get("reasoning_content") or "":
-                generation.splitter.reasoning_tokens += tokens
-            calls = []
-            for call in delta.get("tool_calls") or ():
-                function = call.get("function") or {}
-                name, arguments = function.get("name") or None, function.get("arguments") or ""
-                index, id_ = int(call.get("index", 0)), call.get("id") or None
-                calls.append(ToolCallDelta(index=index, id=id_, name=name, arguments=arguments))
-            self._has_called = self._has_called or bool(calls)
-            if reasoning or calls:
-                generation.count_tokens(tokens, now)
-                yield Delta(text="", tokens=tokens, reasoning=reasoning, tool_calls=tuple(calls))
-                tokens = 0
-            entries = _entries(generation, (choice.get("logprobs") or {}).get("content") or ())
-            yield from self._text(generation, delta.get("content") or "", now, tokens=tokens, entries=entries)
-            if choice["finish_reason"] is not None and generation.finish is None:
-                yield from self._end(generation, FINISHES.get(choice["finish_reason"], "stop"))
-
     def _text(
         self,
         generation: LlamaGeneration,
@@ -217,7 +254,8 @@ class AnswerReader:
         *,
         tokens: int,
         entries: Sequence[TokenLogprob],
-        ids: tuple[int, ...] = (),
+        ids: tuple[int, ...],
+        special: int | None,
     ) -> Iterator[Delta]:
         if not (text or tokens):
             return
@@ -231,16 +269,15 @@ class AnswerReader:
         for entry in known[:-1]:
             # The text of tokens that form one character comes with the last of them.
             yield generation.add("", now, entry=entry, count=0)
-        yield generation.add(text, now, entry=known[-1] if known else None, count=tokens, ids=ids)
+        token = text if special is None else special
+        yield generation.add(token, now, entry=known[-1] if known else None, count=tokens, ids=ids)
 
-    def _end(self, generation: LlamaGeneration, reason: FinishReason) -> Iterator[Delta]:
+    def _end(self, generation: LlamaGeneration, reason: Literal["stop", "length"]) -> Iterator[Delta]:
         if self._hidden is not None:
             # No stop strings are sent to llama.cpp, so the reason "stop" means that the model ended its text.
             ending = replace(self._hidden, ends=reason != "length")
             yield generation.add("", 0.0, entry=ending, count=0)
-        yield generation.complete("length" if reason == "length" else "stop")
-        if self._has_called and generation.finish == "stop":
-            generation.finish = "tool_calls"
+        yield generation.complete(reason)
 
 
 LlamaGeneration = Generation[AnswerReader]
