@@ -260,7 +260,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
       }
     }];
   });
-  const readStorage = () => act("storage");
+  const readStorage = () => ask(model, "storage").catch(fail);
   const storageRefresh = h("button", { "aria-label": "Refresh storage", onclick: readStorage }, "Refresh");
   const storage = h("details", { hidden: get("compact"), ontoggle: () => storage.open && readStorage() },
     h("summary", {}, "storage"), h("div", { class: "row pick" }, storageNote, storageRefresh), storageList);
