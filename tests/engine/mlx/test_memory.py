@@ -4,6 +4,7 @@ NVIDIA GPU, which MLX alone uses. The GPU is simulated by what MLX reports about
 
 import asyncio
 import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.tracing import Activations
 from lmx_lab.weights.fingerprint import with_marks
 from tests.support.engines import finish, load_entry, numbers, request, run
-from tests.support.waiting import auntil
+from tests.support.waiting import WAIT_S, auntil
 
 GB = 10**9
 LIMIT = GB
@@ -53,6 +54,17 @@ def test_the_memory_limit_is_80_percent_of_what_other_programs_leave_of_the_gpu(
     assert (memory.total_bytes(), memory.is_of_device()) == (machine.total_bytes(), False)
 
 
+class PausedLoads(Budget):
+    """A budget that lets loads wait before they read weights while ``may_read`` is not set."""
+
+    reading = threading.Event()
+    may_read = threading.Event()
+
+    def require_free(self, needed_bytes, name):
+        self.reading.set()
+        assert self.may_read.wait(WAIT_S)
+
+
 class SharedMemory:
     """An MLX engine with a chat model and an embedding model, and the memory that other engines use."""
 
@@ -60,12 +72,13 @@ class SharedMemory:
         self.others, self.lost = 0, []
         self.data, self.evicted, self.models = 0, [], []
         # The footprint of this process depends on the tests before.
-        self.budget = Budget(
+        self.budget = PausedLoads(
             LIMIT,
             weights=lambda: sum(model.memory_bytes for model in self.models),
             footprint=lambda: memory.used_bytes() + self.data,
             evict=self.evicted.append,
         )
+        self.budget.may_read.set()
         self.budget.add_process(lambda: self.others)
         host = EngineHost(budget=self.budget, lost=lambda *lost: self.lost.append(lost))
         self.engine = MlxEngine(Settings(slots=2), host)
@@ -83,6 +96,14 @@ class SharedMemory:
 
     async def answer(self, chat=None):
         return (await finish(await self.start(chat)))[1]
+
+    async def most_running(self):
+        """Send two requests, and return how many of them were computed at the same time."""
+        streams = [await self.start(max_tokens=100, ignore_eos=True) for _ in range(2)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        begun = [stream.report is None for stream in streams]
+        assert [(await finish(stream))[1].output_tokens for stream in streams] == [100, 100]
+        return sum(begun)
 
     async def embed(self):
         (permit,) = self.embedder.admission.admit(1)
@@ -127,20 +148,28 @@ async def test_the_oldest_prefix_of_all_models_is_dropped_first(shared_memory, t
 
 @pytest.mark.anyio
 async def test_requests_wait_for_each_other_while_other_data_of_the_process_needs_memory(shared_memory):
-    async def most_running():
-        streams = [await shared_memory.start(max_tokens=100, ignore_eos=True) for _ in range(2)]
-        await asyncio.gather(*(anext(stream) for stream in streams))
-        begun = [stream.report is None for stream in streams]
-        assert [(await finish(stream))[1].output_tokens for stream in streams] == [100, 100]
-        return sum(begun)
-
-    assert await most_running() == 2
+    assert await shared_memory.most_running() == 2
     # What models may use in any case is used by another process.
     shared_memory.data, shared_memory.others = LIMIT, LEAST_BYTES
-    assert await most_running() == 1
+    assert await shared_memory.most_running() == 1
     # Idle models should make room for the request that waits.
     assert shared_memory.evicted
     assert min(shared_memory.evicted) > 0
+
+
+@pytest.mark.anyio
+async def test_requests_leave_the_memory_of_a_model_that_is_being_loaded(shared_memory, smollm2):
+    shared_memory.others = round(0.4 * LIMIT)
+    assert await shared_memory.most_running() == 2
+    budget = shared_memory.budget
+    budget.reading.clear()
+    budget.may_read.clear()
+    loading = asyncio.create_task(shared_memory.load(smollm2))
+    assert await asyncio.to_thread(budget.reading.wait, WAIT_S)
+    assert await shared_memory.most_running() == 1
+    budget.may_read.set()
+    assert (await loading).memory_bytes > LIMIT // 2
+    assert await shared_memory.most_running() == 1
 
 
 @pytest.mark.anyio
