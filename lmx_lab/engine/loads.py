@@ -151,8 +151,6 @@ class Change(Generic[Result]):
     since: float = field(default_factory=time.perf_counter)
     drain: Drain | None = None
     """The model that leaves memory now."""
-    takes_main: bool = True
-    """Whether the model that is loaded becomes the main one, even if there is one."""
     restores: bool = True
     """Whether models that have left memory are loaded again if this load fails or is cancelled."""
     _error: LabError | None = field(default=None, init=False)

@@ -283,6 +283,8 @@ class ModelManager:
         self._now = InMemory()
         self._missing: list[Model] = []
         """Pinned models that their engines have lost. They are loaded again at once, or before the next load."""
+        self._lost_main: Model | None = None
+        """The one of them that was the main model, until another one is loaded."""
         self._idle_specs: dict[str, LoadSpec] = {}
         """How to load the models again that were unloaded because they were idle, by id."""
         self._changing = asyncio.Lock()
@@ -571,7 +573,6 @@ class ModelManager:
         local: bool,
         finish_queued: bool,
         if_busy: IfBusy,
-        takes_main: bool = True,
     ) -> LoadReport:
         if self._stopped:
             # A request in swap mode may have got its turn because other loads have ended.
@@ -585,7 +586,6 @@ class ModelManager:
                 spec=spec,
                 files=files,
                 wait=spec.wait,
-                takes_main=takes_main,
             )
             self._loads.append(change)
             work = self._load(change, spec, local=local, finish_queued=finish_queued, if_busy=if_busy)
@@ -694,10 +694,11 @@ class ModelManager:
         if change.spec is not None:
             self._keep(model, pin=change.spec.pin, ttl_s=change.spec.ttl_s)
         model.admission.touch()
-        if change.takes_main and not change.beside:
+        if not change.beside:
             # The newest one is the last.
             others = (other for other in self._now.loaded if other is not model)
             self._now = replace(self._now, loaded=(*others, model), main=model, failure=None, unloaded=None)
+            self._lost_main = None
         self._set_idle_timer()
         return _load_report(model, entry, 0.0)
 
@@ -707,7 +708,7 @@ class ModelManager:
         """Load a model, after others have left memory for it; if that fails, load those again."""
         change.check()
         present = await self._find_loaded(entry, spec)
-        if present is not None and (change.beside or not (change.takes_main and self._replaces_main(present))):
+        if present is not None and (change.beside or not self._replaces_main(present)):
             return self._use_again(present, entry, change)
         # A model that cannot be loaded is refused while the others still answer.
         started, main = self._loop.time(), self._now.main
@@ -728,7 +729,7 @@ class ModelManager:
             change.stage = "loading"
             if present is not None:
                 return self._use_again(present, entry, change)
-            report = await change.run(self._enter(entry, spec, engine, as_main=change.takes_main and not change.beside))
+            report = await change.run(self._enter(entry, spec, engine, as_main=not change.beside))
             before = next((model for model in (*left, *self._missing) if _is_same(model, entry)), None)
             if before is not None:
                 self._now.loaded[-1].keep_as(before, spec)
@@ -843,6 +844,8 @@ class ModelManager:
         self._now = replace(self._now, loaded=(*self._now.loaded, model))
         if as_main or (self._now.main is None and not _is_beside(model)):
             self._now = replace(self._now, main=model, failure=None, unloaded=None)
+        if as_main:
+            self._lost_main = None
         return _load_report(model, entry, self._loop.time() - started)
 
     async def _drop(self, model: Model, error: LabError) -> int:
@@ -930,7 +933,7 @@ class ModelManager:
                 continue
             self._report(load_progress(model.entry))
             try:
-                await self._reload(model, as_main=False)
+                await self._reload(model, as_main=model is self._lost_main)
             except LabError as exc:
                 log.warning("%s, which was pinned, could not be loaded again: %s", model.entry.id, exc.message)
                 self._report(ModelEvent(model=model.entry.id, stage="failed", message=exc.message))
@@ -1222,7 +1225,7 @@ class ModelManager:
         self._swaps.update()
         self._set_idle_timer()
 
-    def _remove_lost(self, model: Model, by_request: bool) -> None:
+    def _remove_lost(self, model: Model) -> None:
         """React to a model that its engine has lost; see ``EngineHost.lost``."""
         now, error = self._now, model.lost
         if error is None or model not in now.loaded:
@@ -1233,26 +1236,19 @@ class ModelManager:
             now = replace(now, failure=error, unloaded=(name, "memory") if out_of_memory else now.unloaded)
         self._now = now
         self._count_ended(model)
-        by_load = by_request and (was_main or not model.pinned)
-        reloads = (by_load or model.pinned) and self._lending is None and self._may_reload(name)
         if model.pinned:
             self._missing.append(model)
-        if model.pinned or not was_main:
+            # Of several that are lost, the first one was the main model; the others were it only in the meantime.
+            self._lost_main = self._lost_main or (model if was_main else None)
+        if model.pinned or not was_main or now.main is not None:
+            reloads = model.pinned and self._lending is None and self._may_reload(name)
             which, remedy = ("this pinned model", "pin it again") if model.pinned else ("this model", "load it again")
             message = f"the engine lost {which}; {'it is loaded again' if reloads else remedy}"
             self._report(ModelEvent(model=name, stage="unloaded", message=message))
+            if reloads:
+                self._start_reload(self._reload_missing(model))
         elif out_of_memory:
             self._report(ModelEvent(model=name, stage="unloaded", message="out of memory"))
-        if reloads and by_load:
-            spec = replace(model.spec_now, pin=None)
-            # If the main model is being loaded again, this one was the main model only in the meantime.
-            takes_main = was_main and not any(it.takes_main for it in self._loads)
-            load = self._join_load(
-                spec, model.entry, local=True, finish_queued=False, if_busy="wait", takes_main=takes_main
-            )
-            self._start_reload(load)
-        elif reloads:
-            self._start_reload(self._reload_missing(model))
         self._schedule_next()
 
     def _start_reload(self, work: Coroutine[Any, Any, object]) -> None:

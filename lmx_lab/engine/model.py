@@ -69,10 +69,9 @@ class EngineHost:
     """The memory that all engines share."""
     idle: Callable[[], None] = lambda: None
     """Called when a model has no requests left."""
-    lost: Callable[[LoadedModel[Any], bool], None] = lambda _model, _by_request: None
+    lost: Callable[[LoadedModel[Any]], None] = lambda _: None
     """Called with a model that left memory without ``close``: it ran out of memory, or its process or thread ended.
-    ``LoadedModel.lost`` is set by then. The second argument is True if a single request was the cause; the model should
-    then be loaded again."""
+    ``LoadedModel.lost`` is set by then."""
     turns: Turns = field(default_factory=Turns)
     """When a client without a slot gets a slot of another client."""
 

@@ -61,11 +61,11 @@ class SlowEngine(EchoEngine):
         self.needed_bytes = 0
         """Memory that a model needs to be loaded."""
 
-    async def lose(self, model: LoadedModel[Any], error: LabError, by_request: bool) -> None:
+    async def lose(self, model: LoadedModel[Any], error: LabError) -> None:
         """End a model as if its process had ended. Called on the manager's loop."""
         model.lost = error
         await model.end(error)
-        self._host.lost(model, by_request)
+        self._host.lost(model)
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         if room_bytes < self.needed_bytes:

@@ -312,7 +312,7 @@ async def test_an_unload_ends_if_its_engine_dies():
         stream = await start_answer(lab)
         unload = await start_unload(lab, lab.manager.unload(wait=True))
         dead, main = EngineDeadError("the process has died"), lab.manager.main
-        await lab.manager._run(lambda: lab.engine.lose(main, dead, by_request=False))
+        await lab.manager._run(lambda: lab.engine.lose(main, dead))
         with pytest.raises(LabError):
             async for _ in stream:
                 pass

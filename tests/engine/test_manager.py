@@ -532,8 +532,8 @@ async def load_twice(lab):
     assert len(lab.manager.models) == 1
 
 
-async def lose(lab, model, *, by_request=False):
-    await lab.manager._run(lambda: lab.engine.lose(model, EngineDeadError("the process has died"), by_request))
+async def lose(lab, model):
+    await lab.manager._run(lambda: lab.engine.lose(model, EngineDeadError("the process has died")))
 
 
 async def test_a_pinned_model_answers_after_it_was_unloaded_as_the_idle_main_model():
@@ -562,7 +562,7 @@ async def test_a_lost_model_with_both_roles_is_loaded_again_for_both(lab):
     await load_entry(lab.manager, EMBEDDER, PIN)
     await load_entry(lab.manager, EMBEDDER)
     model = lab.manager.main
-    await lose(lab, model, by_request=True)
+    await lose(lab, model)
     await auntil(lambda: lab.manager.snapshot.model == "embedder" and lab.manager.snapshot.pinned)
     assert model not in lab.manager.models
 
@@ -586,7 +586,7 @@ async def test_a_model_that_is_lost_during_its_load_is_an_error_of_the_load(lab,
 
     async def lose_at_once(entry, spec, *, room_bytes):
         model = await load(entry, spec, room_bytes=room_bytes)
-        await lab.engine.lose(model, EngineDeadError("the process has died"), by_request=False)
+        await lab.engine.lose(model, EngineDeadError("the process has died"))
         return model
 
     monkeypatch.setattr(lab.engine, "load", lose_at_once)

@@ -50,8 +50,8 @@ def in_memory(lab):
     return sorted(names, key=lambda name: (name != now.model, name))
 
 
-async def lose(lab, model, *, by_request):
-    await lab.manager._run(lambda: lab.engine.lose(model, EngineDeadError("the process has died"), by_request))
+async def lose(lab, model):
+    await lab.manager._run(lambda: lab.engine.lose(model, EngineDeadError("the process has died")))
 
 
 # Loads
@@ -417,24 +417,26 @@ async def test_with_room_for_two_of_three_every_request_is_answered():
 # Models that are lost
 
 
-async def test_a_lost_model_is_loaded_again_beside_the_main_one(lab):
+async def test_a_model_that_is_lost_again_and_again_does_not_affect_another_one(lab):
     await load(lab, ONE, TWO)
-    lost = next(model for model in lab.manager.models if model.entry.id == "one")
-    await lose(lab, lost, by_request=True)
-    await auntil(lambda: in_memory(lab) == ["two", "one"])
-    assert lost not in lab.manager.models
-    # It is not loaded again and again.
-    await lose(lab, next(model for model in lab.manager.models if model.entry.id == "one"), by_request=True)
-    assert lab.progress[-1].message == "the engine lost this model; load it again"
-    assert await answer(lab) == "two"
-    assert in_memory(lab) == ["two"]
+    stream = await lab.manager.submit(request("two", tokens=8000))
+    for _ in range(3):
+        await lose(lab, next(model for model in lab.manager.models if model.entry.id == "one"))
+        await auntil(lambda: lab.progress[-1].message == "the engine lost this model; load it again")
+        assert in_memory(lab) == ["two"]
+        with pytest.raises(OtherModelLoadedError, match="one is not loaded, two is"):
+            await answer(lab, "one")
+        await load(lab, ONE)
+        assert await answer(lab, "one") == "one"
+    assert [await anext(stream)]
+    stream.close()
 
 
-async def test_models_that_are_lost_at_the_same_time_are_loaded_again():
-    async with keeping(3) as lab:
-        await load(lab, ONE, TWO, THREE)
+async def test_pinned_models_that_are_lost_at_the_same_time_are_loaded_again():
+    async with running() as lab:
+        await load(lab, ONE, TWO, THREE, pin=True)
         for model in lab.manager.models:
-            await lose(lab, model, by_request=True)
+            await lose(lab, model)
         await auntil(lambda: in_memory(lab) == ["three", "one", "two"])
         assert not [stage for _, stage in lab.stages if stage == "failed"]
 
@@ -444,25 +446,26 @@ async def test_a_pinned_model_that_was_lost_twice_is_in_memory_once(lab):
     await load(lab, TWO, pin=True, ttl_s=600)
     for _ in range(2):
         lost = next(model for model in lab.manager.models if model.entry.id == "two")
-        await lose(lab, lost, by_request=False)
+        await lose(lab, lost)
         await auntil(lambda lost=lost: lost not in lab.manager.models)
         await auntil(lambda: "two" in in_memory(lab) or "pin it again" in (lab.progress[-1].message or ""))
     await load(lab, TWO, context_length=7)
     assert in_memory(lab) == ["two", "one"]
     assert (lab.manager.snapshot.main.pinned, lab.manager.snapshot.main.ttl_s) == (True, 600)
-    await lose(lab, lab.manager.main, by_request=False)
+    await lose(lab, lab.manager.main)
     assert not (await lab.manager.keep("two", pin=False)).pinned
     await load(lab, THREE)
     assert in_memory(lab) == ["three", "one"]
 
 
-async def test_while_the_main_model_is_lost_another_one_takes_its_place(lab):
+async def test_if_the_main_model_is_lost_another_one_takes_its_place(lab):
     await load(lab, ONE, TWO)
-    lab.engine.resume.clear()
-    await lose(lab, lab.manager.main, by_request=True)
-    assert await answer(lab) == "one"
-    lab.engine.resume.set()
-    await auntil(lambda: in_memory(lab) == ["two", "one"])
+    await lose(lab, lab.manager.main)
+    assert (lab.manager.snapshot.state, await answer(lab)) == ("ready", "one")
+    await lose(lab, lab.manager.main)
+    assert lab.manager.snapshot.state == "dead"
+    with pytest.raises(EngineDeadError, match="the process has died"):
+        await answer(lab)
 
 
 async def test_all_models_make_room_for_another_manager_and_come_back():

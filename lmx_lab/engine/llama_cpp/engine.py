@@ -176,7 +176,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
         log.error("%s", self.lost.message)
         # Before the requests end, so that the state of the manager is up to date for their readers.
         if self._closing is None:
-            self._host.lost(self, False)
+            self._host.lost(self)
         await self._release(self.lost)
 
     async def _close(self, error: LabError) -> int:

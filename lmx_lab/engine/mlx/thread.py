@@ -288,7 +288,7 @@ class MlxThread:
         memory.end_thread()
         if has_died:
             for model in models:
-                self._lost(model, False)
+                self._lost(model)
 
     def _start(self) -> None:
         if self._device_bytes is not None:
@@ -393,7 +393,7 @@ class MlxThread:
         self.progress_at = time.perf_counter()
         self.peak_bytes = max(self.peak_bytes, memory.used_bytes())
         for model in lost:
-            self._lost(model, False)
+            self._lost(model)
 
 
 class LoadThread:

@@ -386,7 +386,7 @@ def test_a_worker_that_gets_no_parameters_removes_its_folder(tmp_path):
 async def loaded(long_gguf):
     """A model of the engine without a manager, and the models that the engine has lost."""
     lost = []
-    engine = LlamaCppEngine(LLAMA_SETTINGS, EngineHost(lost=lambda model, by_request: lost.append((model, by_request))))
+    engine = LlamaCppEngine(LLAMA_SETTINGS, EngineHost(lost=lost.append))
     entry, spec = with_marks(entry_of(long_gguf)), LoadSpec(model="tiny")
     await engine.check(entry, spec, room_bytes=2**30)
     model = await engine.load(entry, spec, room_bytes=2**30)
@@ -400,7 +400,7 @@ async def test_a_lost_model_has_told_its_host_when_its_requests_end(loaded):
     await anext(stream)
     system_process_of(model).kill()
     message = await death_message(stream)
-    assert (lost, model.lost.message) == ([(model, False)], message)
+    assert (lost, model.lost.message) == ([model], message)
     assert (model.memory_bytes, model.state().requests, model.admission.active) == (0, 0, 0)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await model.generate(request(), model.admission.admit(1), asyncio.get_running_loop())
