@@ -34,8 +34,9 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
+    # results: plans are displayed as tables.
     # pydantic and pydantic_core: values that are bodies of requests, and the form of steps in JSON.
-    "values": Row("errors", "numpy pydantic pydantic_core"),
+    "values": Row("errors results", "numpy pydantic pydantic_core"),
     "settings": Row("errors"),
     "urls": Row("errors extras"),
     "broadcast": Row(),
@@ -140,7 +141,6 @@ SUBJECTS = {
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.llama_cpp.grammar": "an algorithm: which grammars llama.cpp enforces",
     "engine.llama_cpp.scoring": "an algorithm: log-probabilities of prompts",
-    "engine.mlx.load": "how a chat model is read from its files",
     "notebook.results": "the results of methods",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",

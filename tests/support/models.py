@@ -92,6 +92,32 @@ def write_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int, context: 
         shutil.copy(tokenizer_from / name, folder / name)
 
 
+def write_huge_llama(folder: Path, tiny: Path, *, inner: int = 80_000_000) -> ModelEntry:
+    """Write a model like ``tiny`` whose files are as large as their headers state, 61 GB, but have no content and use
+    no disk space.
+
+    Args:
+        inner: Width of its feed-forward networks.
+    """
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / name, folder / name)
+    _change(folder / "config.json", intermediate_size=inner)
+    with (tiny / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    end = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            tensor["shape"] = [inner if ".mlp." in name and length == 64 else length for length in tensor["shape"]]
+            end, start = end + 4 * int(np.prod(tensor["shape"])), end
+            tensor["data_offsets"] = [start, end]
+    content = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(content)) + content)
+        file.truncate(8 + len(content) + end)
+    return entry(folder)
+
+
 # As in Qwen3's tokenizer: added tokens; those that mark reasoning and calls are not special tokens.
 MARKERS = {
     "<repo_name>": "<think>",

@@ -58,6 +58,7 @@ from lmx_lab.errors import EngineError, InvalidRequestError, LabError, UnusableM
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.outputs import InputType, PromptProgress, PromptScores, Vectors
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import InfillTokens
 
@@ -528,6 +529,18 @@ class EchoEngine:
         self._settings = settings
         self._host = host
         self.memory = EngineMemory(total=total_bytes(), limit=limit_bytes(settings.memory_limit_bytes))
+
+    async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
+        """See ``Engine``."""
+        return LoadPlan(
+            model=entry.id,
+            engine="echo",
+            kind=entry.kind,
+            file_bytes=0,
+            weights_bytes=0,
+            needed_bytes=0,
+            context_length=entry.context_length,
+        )
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """See ``Engine``."""

@@ -20,7 +20,7 @@ from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.llama_cpp.answer import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
-from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context
+from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context, plan_load
 from lmx_lab.engine.llama_cpp.process import (
     PACKAGE,
     LlamaProcess,
@@ -42,6 +42,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
 from lmx_lab.values.outputs import InputType, Vectors
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
@@ -319,6 +320,15 @@ class LlamaCppEngine:
         self._settings = settings
         self._host = host
         self.memory = EngineMemory(total=total_bytes(), limit=limit_bytes(settings.memory_limit_bytes))
+
+    async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
+        """See ``Engine``."""
+
+        def plan() -> LoadPlan:
+            draft = read_gguf(entry.draft.path) if entry.draft is not None else None
+            return plan_load(entry, read_gguf(entry.path), limit_bytes=room_bytes, spec=spec, draft=draft)
+
+        return await in_thread(plan, name="lmx-lab-plan")
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """See ``Engine``."""
