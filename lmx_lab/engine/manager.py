@@ -52,6 +52,7 @@ from lmx_lab.engine.lookup import (
 )
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model import Engine, EngineHost, EngineMemory
+from lmx_lab.engine.plan import plan_load
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,
@@ -79,6 +80,7 @@ from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot, EngineState, ModelChange, TokenTotals, UnloadCause
 from lmx_lab.values.models import EngineName, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import in_thread
@@ -508,6 +510,12 @@ class ModelManager:
             return entry
 
         return await self._run(check)
+
+    async def plan(self, spec: LoadSpec, *, local: bool = True) -> LoadPlan:
+        """Return what a load would use in memory, and whether there is room for it; see ``plan_load``."""
+        return await plan_load(
+            spec, settings=self.settings, catalog=self.catalog, engine=self.engine, now=self.snapshot, local=local
+        )
 
     async def cancel_load(self, model: str) -> None:
         """Cancel the loads of the model with this id or requested name. Downloads continue in the background.

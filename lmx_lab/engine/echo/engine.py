@@ -532,6 +532,7 @@ class EchoEngine:
 
     async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
         """See ``Engine``."""
+        check_options(replace(entry, context_length=2**20), spec)
         return LoadPlan(
             model=entry.id,
             engine="echo",

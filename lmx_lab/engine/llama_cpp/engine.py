@@ -325,8 +325,9 @@ class LlamaCppEngine:
         """See ``Engine``."""
 
         def plan() -> LoadPlan:
-            draft = read_gguf(entry.draft.path) if entry.draft is not None else None
-            return plan_load(entry, read_gguf(entry.path), limit_bytes=room_bytes, spec=spec, draft=draft)
+            check_options(entry, spec)
+            header, draft = read_gguf(entry.path), read_draft(entry)
+            return plan_load(entry, header, limit_bytes=room_bytes, spec=spec, draft=draft)
 
         return await in_thread(plan, name="lmx-lab-plan")
 

@@ -220,15 +220,16 @@ def _layers(models: Sequence[GgufHeader], spec: LoadSpec) -> list[LayerCache]:
 def plan_load(
     entry: ModelEntry, header: GgufHeader, *, limit_bytes: int, spec: LoadSpec, draft: GgufHeader | None = None
 ) -> LoadPlan:
-    """Return what a load would use in memory; see ``plan_context`` for the arguments. A model that is too large does not
-    raise an error.
+    """Return what a load would use in memory; see ``plan_context`` for the arguments. A model that is too large
+    does not raise an error.
 
     Raises:
         UnusableModelError: see ``plan_context``.
     """
     models = [header] if draft is None else [header, draft]
     plan = partial(LoadPlan, model=entry.id, engine="llama.cpp", kind=entry.kind, file_bytes=entry.load_bytes)
-    plan = partial(plan, weights_bytes=entry.load_bytes, context_length=entry.context_length)
+    weights_bytes = sum(tensor.size_bytes for it in models for tensor in it.tensors)
+    plan = partial(plan, weights_bytes=weights_bytes, context_length=entry.context_length)
     if entry.kind != "chat":
         needed = _fixed_bytes(entry, models)
         if header.architecture not in GGUF_ENCODERS:

@@ -339,19 +339,6 @@ class MlxEngine:
 
     async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
         """See ``Engine``."""
-
-        def plan() -> LoadPlan:
-            # Files that would block a load, or never end, are refused while other models still answer.
-            for each in filter(None, (entry, entry.draft)):
-                check_files(each.path)
-            return plan_load(
-                entry, limit_bytes=room_bytes, dtype=self._settings.dtype, context_length=spec.context_length
-            )
-
-        return await in_thread(plan, name="lmx-lab-plan")
-
-    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
-        """See ``Engine``."""
         check_options(entry, spec)
         if spec.deterministic:
             raise UnusableModelError(
@@ -365,6 +352,19 @@ class MlxEngine:
                 "kv_cache_dtype, or load a GGUF file of the model, such as smollm2-135m-gguf",
                 param="kv_cache_dtype",
             )
+
+        def plan() -> LoadPlan:
+            # Files that would block a load, or never end, are refused while other models still answer.
+            for each in filter(None, (entry, entry.draft)):
+                check_files(each.path)
+            return plan_load(
+                entry, limit_bytes=room_bytes, dtype=self._settings.dtype, context_length=spec.context_length
+            )
+
+        return await in_thread(plan, name="lmx-lab-plan")
+
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
+        """See ``Engine``."""
         check_room(entry, await self.plan(entry, spec, room_bytes=room_bytes), room_bytes, spec.context_length)
         try:
             await check_tokenizer_files(entry.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import mlx.core as mx
 
@@ -54,6 +55,21 @@ def take_peak_bytes() -> int:
     peak = int(mx.get_peak_memory())
     mx.reset_peak_memory()
     return max(peak, used_bytes())
+
+
+def measure_bandwidth() -> float:
+    """Return the bytes per second that the device reads and writes when it copies memory."""
+    try:
+        source, rate = mx.ones(2**26), 0.0
+        mx.eval(source)
+        for _ in range(5):
+            began_at = time.perf_counter()
+            mx.eval(source + 1)
+            # Each number is read and written.
+            rate = max(rate, 2 * source.nbytes / (time.perf_counter() - began_at))
+        return rate
+    finally:
+        end_thread()
 
 
 def release() -> None:

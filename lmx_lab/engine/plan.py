@@ -1,0 +1,117 @@
+"""Plan a load: what a model would use in memory, by the headers of its files, and whether there is room for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from lmx_lab.engine.engines import choose_engine, engine_for
+from lmx_lab.engine.find import choose_format, from_disk, gpu_of_mlx, preferred_engine
+from lmx_lab.engine.model import Engine
+from lmx_lab.engine.speeds import memory_bandwidth, read_speeds
+from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import EngineChoice, EngineName, LoadSpec, ModelEntry
+from lmx_lab.values.plan import LoadPlan, find_room
+from lmx_lab.weights import Catalog
+from lmx_lab.weights.files import in_thread
+
+
+async def plan_load(
+    spec: LoadSpec,
+    *,
+    settings: Settings,
+    catalog: Catalog,
+    engine: Callable[[EngineName], Engine],
+    now: EngineSnapshot,
+    local: bool,
+) -> LoadPlan:
+    """Return what a load would use in memory, and whether there is room for it. Nothing is downloaded, and no weights
+    are read: of a model that is only on the hub, the headers are read.
+
+    Args:
+        engine: Returns an engine. Blocks.
+        now: The models in memory.
+        local: Whether the caller is on this machine, and may name paths and models of the hub.
+
+    Raises:
+        ModelNotFoundError: the model is neither on disk nor on the hub, or the hub cannot be reached.
+        UnusableModelError: its files cannot be used, or no engine that is installed here runs it with these options.
+        NotLoadedError: the disk does not answer.
+    """
+    with ExitStack() as headers:
+        find = functools.partial(_find, settings=settings, catalog=catalog, now=now, local=local, headers=headers)
+        entry, on_disk = await find(spec)
+        row = choose_engine(entry, spec)
+        if (problem := row.problem()) is not None:
+            raise UnusableModelError(problem, param="model")
+        if spec.draft is not None and entry.format != "echo":
+            choice: EngineChoice = "mlx" if row.name == "mlx" else "llama.cpp"
+            draft_spec = LoadSpec(model=spec.draft, engine=choice)
+            try:
+                draft, _ = await find(draft_spec)
+                choose_engine(draft, draft_spec)
+            except (ModelNotFoundError, UnusableModelError) as exc:
+                raise type(exc)(f"the draft model cannot be used: {exc.message}", param="draft") from exc
+            entry = replace(entry, draft=draft)
+        names = [row.name, *(engine_for(model.entry.format).name for model in now.models)]
+        chosen, *others = await in_thread(lambda: [engine(name) for name in names])
+        # The model itself, if it is in memory, makes room for the load.
+        staying = [
+            model
+            for model, other in zip(now.models, others, strict=True)
+            if model.entry.path != entry.path and _share_memory(chosen, other)
+        ]
+        limit_bytes = chosen.memory.limit
+        pinned_bytes = sum(model.memory_bytes for model in staying if model.pinned)
+        plan = await chosen.plan(entry, spec, room_bytes=limit_bytes - pinned_bytes)
+    fits, unload = find_room(plan.needed_bytes, limit_bytes, staying)
+    speed = None
+    if plan.read_bytes:
+        speed = await in_thread(lambda: _bandwidth(settings, row.name)) / plan.read_bytes
+    return replace(plan, on_disk=on_disk, limit_bytes=limit_bytes, fits=fits, unload=unload, tokens_per_second=speed)
+
+
+async def _find(
+    spec: LoadSpec, *, settings: Settings, catalog: Catalog, now: EngineSnapshot, local: bool, headers: ExitStack
+) -> tuple[ModelEntry, bool]:
+    """Return the files that a load would use, and whether they are on the disk. Others are opened within ``headers``,
+    if they are on the hub.
+    """
+    name = spec.model
+    try:
+        entries, preferred = await from_disk(
+            lambda: (
+                catalog.find_formats(name, local=local, all_formats=spec.engine != "auto"),
+                preferred_engine(read_speeds(settings), spec),
+            ),
+            name,
+        )
+    except (ModelNotFoundError, UnusableModelError):
+        if not (local and settings.downloads and catalog.can_fetch(name)):
+            raise
+        try:
+            opened = catalog.open_headers(name)
+            return await in_thread(lambda: headers.enter_context(opened), name="lmx-lab-hub"), False
+        except DownloadError as exc:
+            raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc
+    # If none has the format for the required engine, the engine refuses the first one.
+    return choose_format(entries, spec, preferred, now.entry) or entries[0], True
+
+
+def _share_memory(engine: Engine, other: Engine) -> bool:
+    """Return whether the models of two engines use the same memory. Models of MLX may be in the memory of a GPU."""
+    return engine is other or not (engine.memory.is_of_device or other.memory.is_of_device)
+
+
+def _bandwidth(settings: Settings, engine: EngineName) -> float:
+    """Return the memory bandwidth of the device on which an engine computes; see ``memory_bandwidth``."""
+    if engine != "mlx" or (gpu := gpu_of_mlx()) is None:
+        return memory_bandwidth(settings)
+    # Imported here, because MLX is slow to import.
+    from lmx_lab.engine.mlx.memory import measure_bandwidth
+
+    return memory_bandwidth(settings, gpu, measure_bandwidth)
