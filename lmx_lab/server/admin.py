@@ -98,13 +98,13 @@ def admin_routes(manager: ModelManager) -> APIRouter:
     async def plan(
         request: Request,
         *,
-        model: Annotated[str, Query(min_length=1, max_length=4096)],
+        model: Annotated[str, Query(min_length=1, max_length=1024)],
         engine: EngineChoice = "auto",
         context_length: Annotated[int | None, Query(ge=1)] = None,
         deterministic: bool = False,
         prompt_lookup: bool | None = None,
         kv_cache_dtype: KvCacheDtype | None = None,
-        draft: Annotated[str | None, Query(min_length=1, max_length=4096)] = None,
+        draft: Annotated[str | None, Query(min_length=1, max_length=1024)] = None,
     ) -> LoadPlan:
         """Return what a load with these options would use in memory, and whether it fits now, after models in memory
         were unloaded, or not at all. Only headers of files are read, and nothing is loaded. Local callers may send a
