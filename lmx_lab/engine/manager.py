@@ -52,7 +52,7 @@ from lmx_lab.engine.lookup import (
 )
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model import Engine, EngineHost, EngineMemory
-from lmx_lab.engine.plan import plan_load
+from lmx_lab.engine.plan import FitList, plan_load
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,
@@ -153,6 +153,8 @@ class ModelManager:
         self._factories = {name: row.make for name, row in ENGINES.items()} | dict(engines or {})
         self._observers: list[Callable[[ModelEvent], None]] = []
         self._finder = ModelFinder(settings, self.catalog, report=self._report)
+        self.fits = FitList(self.engine)
+        """Which of the models on the disk fit."""
         self._engines: dict[EngineName, Engine] = {}
         """The engines that have been created."""
         self._engines_lock = threading.Lock()

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
-from lmx_lab.engine.engines import choose_engine, engine_for
+from lmx_lab.engine.engines import EngineRow, choose_engine, engine_for
 from lmx_lab.engine.find import choose_format, from_disk, gpu_of_mlx, preferred_engine
 from lmx_lab.engine.model import Engine
 from lmx_lab.engine.speeds import memory_bandwidth, read_speeds
-from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError
+from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import EngineChoice, EngineName, LoadSpec, ModelEntry
-from lmx_lab.values.plan import LoadPlan, find_room
+from lmx_lab.values.plan import Fit, LoadPlan, find_room
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import in_thread
+
+MLX_ENGINE = "lmx_lab.engine.mlx.engine"
 
 
 async def plan_load(
@@ -59,12 +64,7 @@ async def plan_load(
             entry = replace(entry, draft=draft)
         names = [row.name, *(engine_for(model.entry.format).name for model in now.models)]
         chosen, *others = await in_thread(lambda: [engine(name) for name in names])
-        # The model itself, if it is in memory, makes room for the load.
-        staying = [
-            model
-            for model, other in zip(now.models, others, strict=True)
-            if model.entry.path != entry.path and _share_memory(chosen, other)
-        ]
+        staying = _models_beside(entry, chosen, zip(now.models, others, strict=True))
         limit_bytes = chosen.memory.limit
         pinned_bytes = sum(model.memory_bytes for model in staying if model.pinned)
         plan = await chosen.plan(entry, spec, room_bytes=limit_bytes - pinned_bytes)
@@ -100,6 +100,59 @@ async def _find(
             raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc
     # If none has the format for the required engine, the engine refuses the first one.
     return choose_format(entries, spec, preferred, now.entry) or entries[0], True
+
+
+class FitList:
+    """Finds out which of the models on the disk fit. The memory that each of them needs is kept while its files do not
+    change, because it takes up to a second to read.
+
+    Args:
+        engine: Returns an engine. Blocks.
+    """
+
+    def __init__(self, engine: Callable[[EngineName], Engine], *, limit_s: float = 0.5) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+        self._needed: dict[tuple[Path, int, int], int | None] = {}
+        """Memory by path, time and size of a model; None for a model that cannot be loaded."""
+
+    async def read(self, entries: Sequence[ModelEntry], now: EngineSnapshot) -> dict[Path, Fit]:
+        """Return whether models fit, by path. Those that are not read within ``limit_s`` are left out; the next call
+        continues.
+
+        Models of MLX are left out until MLX is imported for another reason, because that takes seconds.
+        """
+        until, found = time.monotonic() + self._limit_s, dict[Path, Fit]()
+        rows = {row.name: row for row in map(engine_for, {entry.format for entry in entries}) if _is_usable(row)}
+        names = [*rows, *(engine_for(model.entry.format).name for model in now.models)]
+        engines = await in_thread(lambda: {name: self._engine(name) for name in names})
+        in_memory = [(model, engines[engine_for(model.entry.format).name]) for model in now.models]
+        for entry in entries:
+            if (name := engine_for(entry.format).name) not in rows:
+                continue
+            engine, key = engines[name], (entry.path, entry.modified_at, entry.size_bytes)
+            limit_bytes = engine.memory.limit
+            if key not in self._needed:
+                if time.monotonic() >= until:
+                    continue
+                try:
+                    plan = await engine.plan(entry, LoadSpec(model=entry.id), room_bytes=limit_bytes)
+                    self._needed[key] = plan.needed_bytes
+                except LabError:
+                    self._needed[key] = None
+            if (needed := self._needed[key]) is not None:
+                found[entry.path], _ = find_room(needed, limit_bytes, _models_beside(entry, engine, in_memory))
+        return found
+
+
+def _is_usable(row: EngineRow) -> bool:
+    """Return whether an engine is installed and, if it is slow to import, is already imported."""
+    return row.problem() is None and (row.name != "mlx" or MLX_ENGINE in sys.modules)
+
+
+def _models_beside(entry: ModelEntry, engine: Engine, models: Iterable[tuple[ModelState, Engine]]) -> list[ModelState]:
+    """Return the models in the same memory. The model itself, if it is in memory, makes room for its load."""
+    return [model for model, other in models if model.entry.path != entry.path and _share_memory(engine, other)]
 
 
 def _share_memory(engine: Engine, other: Engine) -> bool:

@@ -260,7 +260,12 @@ async def model_records(manager: ModelManager) -> ModelRecords:
     The scan of the disk takes a bounded time; see ``Catalog.listing``.
     """
     listing = await manager.catalog.alisting()
-    return await in_thread(lambda: _describe(listing, manager))
+    records = await in_thread(lambda: _describe(listing, manager))
+    by_path = {str(entry.path): entry for entry in listing.entries}
+    unloaded = [by_path[it.path] for it in records.models if not it.loaded and it.path in by_path]
+    fits = {str(path): fit for path, fit in (await manager.fits.read(unloaded, manager.snapshot)).items()}
+    models = [record.model_copy(update={"fits": fits.get(record.path)}) for record in records.models]
+    return records.model_copy(update={"models": models})
 
 
 def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:

@@ -22,6 +22,7 @@ from lmx_lab.values.models import (
     Source,
     Unloading,
 )
+from lmx_lab.values.plan import Fit
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching
 from lmx_lab.wire.base import ANY_MODEL, AnyModel, RequestModel
@@ -68,6 +69,8 @@ class ModelRecord(BaseModel):
     slots: int | None = None
     """Number of requests that it decodes in parallel; null if it is not the main model, and for encoders."""
     pinned: bool = False
+    fits: Fit | None = None
+    """Whether a load fits in memory, as in ``LoadPlan``; null for a loaded model, and until it is known."""
     unloading: Unloading | None = None
     """Set while the unload of the model waits for its running answers to end."""
 

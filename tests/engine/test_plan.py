@@ -21,10 +21,11 @@ from lmx_lab.engine.llama_cpp.memory_plan import BASE_BYTES
 from lmx_lab.engine.llama_cpp.process import SCRIPT, LlamaProcess
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.load import load_chat
+from lmx_lab.engine.plan import FitList
 from lmx_lab.engine.speeds import BANDWIDTH_FILE, memory_bandwidth
 from lmx_lab.errors import ModelNotFoundError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import ModelState
+from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.plan import LargestContext, LayerCache, LoadPlan, find_room, kv_bytes_per_token, kv_constant_bytes
 from lmx_lab.weights import hub_download
@@ -246,6 +247,23 @@ async def test_the_models_in_memory_decide_what_fits(tmp_path, tiny, tiny_two, m
         assert await verdict(tiny_two) == ("after-unloading", ("tiny",))
         # The pinned embedding model stays.
         assert await verdict(entry_of(tiny_gguf)) == ("not-here", ())
+
+
+async def test_a_list_shows_which_models_fit_and_is_read_within_a_time_limit(tmp_path, tiny, tiny_gguf):
+    manager = ModelManager(Settings(home=tmp_path))
+    manager.engine("mlx")
+    huge, gguf = write_huge_llama(tmp_path / "huge", tiny.path), entry_of(tiny_gguf)
+    broken = replace(tiny, path=tmp_path / "absent")
+    entries = [tiny, gguf, huge, broken]
+    expected = {tiny.path: "now", gguf.path: "now", huge.path: "not-here"}
+    assert await FitList(manager.engine, limit_s=60).read(entries, manager.snapshot) == expected
+    late = FitList(manager.engine, limit_s=0)
+    assert await late.read(entries, manager.snapshot) == {}
+    # What was read once is kept.
+    assert await manager.fits.read([gguf], manager.snapshot) == {gguf.path: "now"}
+    # In a smaller memory, another model has to leave for it.
+    others = EngineSnapshot(models=(replace(OLD, memory_bytes=10**12),))
+    assert await manager.fits.read([gguf], others) == {gguf.path: "after-unloading"}
 
 
 # Options
