@@ -155,7 +155,7 @@ def _read(entry: ModelEntry, opened: OpenedModel) -> tuple[Traits, Any, Any]:
 
     reading = start_in_thread(read_tokenizers, name="lmx-lab-tokenizer")
 
-    def raise_error() -> None:
+    def raise_error(_: int) -> None:
         if reading.done():
             reading.result()
 
@@ -166,7 +166,7 @@ def _read(entry: ModelEntry, opened: OpenedModel) -> tuple[Traits, Any, Any]:
     return traits, *reading.result()
 
 
-def _read_weights(model: Any, traits: Traits, *, before_each: Callable[[], object] = lambda: None) -> Traits:
+def _read_weights(model: Any, traits: Traits, *, before_each: Callable[[int], object] = lambda _: None) -> Traits:
     """Read the weights of a model, and evaluate all its arrays, also those that no file has; return its traits."""
     read_weights(model, before_each=before_each)
     traits = try_batches(model, traits)
@@ -176,6 +176,8 @@ def _read_weights(model: Any, traits: Traits, *, before_each: Callable[[], objec
 
 def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, param: str = "model") -> LabError:
     """Return the error of a model whose files were not loaded because of this exception."""
+    if isinstance(exc, OutOfMemoryError):
+        return exc
     if memory.is_out_of_memory(exc):
         return OutOfMemoryError(f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB are allowed): {exc}")
     reason = f"{type(exc).__name__}: {exc}"

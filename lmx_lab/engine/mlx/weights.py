@@ -55,21 +55,24 @@ def fit_weights(model: Any, dtype: str, *, limit_bytes: int, free_bytes: int | N
         )
 
 
-def read_weights(model: Any, *, before_each: Callable[[], object] = lambda: None) -> None:
+def read_weights(model: Any, *, before_each: Callable[[int], object] = lambda _: None) -> None:
     """Read the weights of a model from disk.
 
     Args:
-        before_each: Called before each weight is read. An exception from it ends the load.
+        before_each: Called before each weight is read, with the size of the weights that are left. An exception from it
+            ends the load.
 
     Raises:
         NotLoadedError: the load was cancelled.
     """
     # Evaluated one by one, so that only one weight at a time is in memory in both forms.
     parameters: Any = tree_flatten(model.parameters())
+    left_bytes = sum(value.nbytes for _, value in parameters)
     for _, value in parameters:
         check_cancelled()
-        before_each()
+        before_each(left_bytes)
         mx.eval(value)
+        left_bytes -= value.nbytes
 
 
 def read_bytes(model: Any) -> int:
