@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -254,6 +255,26 @@ async def test_the_models_in_memory_decide_what_fits(tmp_path, tiny, tiny_two, m
         assert await verdict(tiny_two) == ("after-unloading", ("tiny",))
         # The pinned embedding model stays.
         assert await verdict(entry_of(tiny_gguf)) == ("not-here", ())
+
+
+@pytest.mark.usefixtures("no_shared_model")
+async def test_the_models_that_a_plan_names_leave_for_the_load(tmp_path, tiny):
+    first, second, third, fourth = [
+        LoadSpec(model=str(shutil.copytree(tiny.path, tmp_path / name)))
+        for name in ("first", "second", "third", "fourth")
+    ]
+    alone = await plan(tiny.path, tmp_path)
+    limit_bytes = alone.needed_bytes + 2 * alone.weights_bytes + MIB
+    async with ModelManager(Settings(memory_limit_bytes=limit_bytes, resident="auto", home=tmp_path)) as manager:
+        for spec in (first, second, third):
+            assert (await manager.plan(spec)).fits == "now"
+            await manager.load(spec)
+        # The second one is now the model that was used least recently.
+        await manager.load(first)
+        planned = await manager.plan(fourth)
+        assert (planned.fits, planned.unload) == ("after-unloading", (second.model,))
+        await manager.load(fourth)
+        assert {model.entry.id for model in manager.models} == {first.model, third.model, fourth.model}
 
 
 async def test_a_list_shows_which_models_fit_and_is_read_within_a_time_limit(tmp_path, tiny, tiny_gguf):
