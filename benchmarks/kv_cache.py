@@ -16,13 +16,14 @@ from benchmarks.models import gguf_starter
 from benchmarks.paths import ROOT
 from benchmarks.report import Limit, Row
 from lmx_lab.engine.llama_cpp.engine import LlamaCppEngine
-from lmx_lab.engine.llama_cpp.memory_plan import kv_bytes_per_token
+from lmx_lab.engine.llama_cpp.memory_plan import layer_caches
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.memory import limit_bytes, total_bytes
 from lmx_lab.engine.model import EngineHost
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import KvCacheDtype, LoadSpec
+from lmx_lab.values.plan import kv_bytes_per_token
 from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.fingerprint import with_marks
 
@@ -45,7 +46,7 @@ def measure(bench: Bench) -> list[Row]:
         likelihood = Row(
             figure=FIGURE, case=dtype, model=bench.model, value=abs(change), limit=LIMITS.get(dtype), summary=summary
         )
-        plain, quantized = kv_bytes_per_token(header), kv_bytes_per_token(header, dtype)
+        plain, quantized = (kv_bytes_per_token(layer_caches(header, it)) for it in (None, dtype))
         summary = f"{quantized:,} against {plain:,} bytes for each token"
         context = Row(figure=CONTEXT, case=dtype, model=bench.model, value=plain / quantized, summary=summary)
         rows += [likelihood, context]

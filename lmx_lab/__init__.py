@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lmx_lab.instrument.steering import Steer
     from lmx_lab.notebook.discovery import discover
     from lmx_lab.notebook.lab import Lab, attach
-    from lmx_lab.notebook.launcher import current, launch
+    from lmx_lab.notebook.launcher import current, launch, plan
     from lmx_lab.notebook.reply import Reply
     from lmx_lab.notebook.short_errors import full_tracebacks
     from lmx_lab.settings import Settings
@@ -31,6 +31,7 @@ _MODULES = {
     "discover": "lmx_lab.notebook.discovery",
     "full_tracebacks": "lmx_lab.notebook.short_errors",
     "launch": "lmx_lab.notebook.launcher",
+    "plan": "lmx_lab.notebook.launcher",
 }
 __all__ = [
     "Lab",
@@ -43,6 +44,7 @@ __all__ = [
     "discover",
     "full_tracebacks",
     "launch",
+    "plan",
 ]
 
 

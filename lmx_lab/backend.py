@@ -32,6 +32,7 @@ from lmx_lab.values.outputs import (
     merge_deltas,
     merge_tool_calls,
 )
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.recording import NO_HASH, Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
@@ -321,6 +322,9 @@ class Backend(Protocol):
     # Models
 
     async def models(self) -> ModelRecords: ...
+
+    async def plan(self, spec: LoadSpec) -> LoadPlan:
+        """Return what a load would use in memory, and whether there is room for it. Nothing is loaded or downloaded."""
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         """Load a model; returns when it can answer. Cancelling this stops waiting, not the load."""

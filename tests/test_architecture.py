@@ -34,8 +34,9 @@ TABLE = {
     "__main__": Row("cli"),
     "errors": Row(),
     # numpy: the type of vectors.
+    # results: plans are displayed as tables.
     # pydantic and pydantic_core: values that are bodies of requests, and the form of steps in JSON.
-    "values": Row("errors", "numpy pydantic pydantic_core"),
+    "values": Row("errors results", "numpy pydantic pydantic_core"),
     "settings": Row("errors"),
     "urls": Row("errors extras"),
     "broadcast": Row(),
@@ -138,6 +139,7 @@ SUBJECTS = {
     "engine.cpu_blas.gemv": "an algorithm in machine code",
     "engine.encoders.modernbert": "an architecture of models",
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
+    "engine.plan": "the plan of a load, before it",
     "engine.llama_cpp.grammar": "an algorithm: which grammars llama.cpp enforces",
     "engine.llama_cpp.scoring": "an algorithm: log-probabilities of prompts",
     "notebook.results": "the results of methods",

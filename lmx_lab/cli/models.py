@@ -1,4 +1,6 @@
-"""Provide ``lmx-lab pull``, ``quantize``, ``models`` and ``storage``: download, copy, list and delete models."""
+"""Provide ``lmx-lab pull``, ``quantize``, ``models``, ``plan`` and ``storage``: download, copy, list, plan the load of
+and delete models.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from lmx_lab.cli.completion import complete_pull
 from lmx_lab.cli.options import Command, epilog, settings_with_folders
 from lmx_lab.cli.terminal import is_interactive, out, print_line, print_note, read_line, single_line
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.models import ECHO, ModelEntry, QuantizedType, by_model
+from lmx_lab.values.models import ECHO, EngineChoice, KvCacheDtype, LoadSpec, ModelEntry, QuantizedType, by_model
 
 if TYPE_CHECKING:
     from lmx_lab.engine.find import PreferredEngine
@@ -146,6 +148,66 @@ def models() -> None:
     missing = sorted(set(STARTERS) - {entry.id for entry in entries})
     if entries and missing:
         print_note(f"starter models to pull: {', '.join(missing)}")
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab plan smollm2-135m                           memory, largest context and speed",
+        "lmx-lab plan org/name:Q4_K_M                        before a download",
+        "lmx-lab plan smollm2-135m --context-length 8192     with options of a load",
+        needs="the hub for org/name; nothing for models on the disk",
+    ),
+)
+def plan(
+    *,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model on the disk, a path, or org/name or org/name:Q4_K_M of the hub.",
+            autocompletion=complete_pull,
+        ),
+    ],
+    engine: Annotated[EngineChoice, typer.Option("--engine", help="Engine that must run the model.")] = "auto",
+    context_length: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of a request, prompt and answer.")
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Answers do not depend on other requests; llama.cpp only.")
+    ] = False,
+    kv_cache_dtype: Annotated[
+        KvCacheDtype | None, typer.Option("--kv-cache-dtype", help="Type of a quantized KV cache; llama.cpp only.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Smaller model that drafts tokens.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a JSON object.")] = False,
+) -> None:
+    """Print how much memory a model would use, the largest contexts, and whether it fits on this machine, without
+    loading it.
+
+    Only headers of files are read; those of a model that is not on the disk are read from the hub.
+    """
+    import asyncio
+    import json
+    from dataclasses import asdict
+
+    from lmx_lab.engine import ModelManager
+    from lmx_lab.results.tables import align_columns
+
+    spec = LoadSpec(
+        model=model,
+        engine=engine,
+        context_length=context_length,
+        deterministic=deterministic,
+        kv_cache_dtype=kv_cache_dtype,
+        draft=draft,
+    )
+    found = asyncio.run(ModelManager(settings_with_folders()).plan(spec))
+    if as_json:
+        print_line(json.dumps(asdict(found)))
+        return
+    print_line(single_line(f"{found.model} on {found.engine}", most=MAX_CELL_CHARACTERS))
+    for line in align_columns([(name, single_line(text, most=MAX_CELL_CHARACTERS)) for name, text in found.rows()]):
+        print_line(line)
 
 
 @app.command(

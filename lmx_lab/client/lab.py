@@ -47,6 +47,7 @@ from lmx_lab.values.models import (
     TimeToLive,
 )
 from lmx_lab.values.outputs import FinishReason
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import (
@@ -571,6 +572,18 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             before = page.before
         return ServerTimeline(requests=tuple(reversed(requests)), models=tuple(models))
 
+    async def plan(self, model: str, **options: Unpack[LoadOptions]) -> LoadPlan:
+        """Return what a load of a model would use in memory, and whether there is room for it. Nothing is loaded.
+
+        Args:
+            model: The model's id; callers on the server's machine may also give a path, or a model of the hub.
+            options: ``LoadOptions``, as in ``load``; ``wait``, ``pin`` and ``ttl_s`` have no effect.
+        """
+        spec = load_spec(model, options)
+        values = {name: value for name, value in spec.options.items() if name not in ("wait", "pin", "ttl_s")}
+        query = urlencode({"model": spec.model, **values})
+        return await self._connection.fetch("GET", f"/admin/models/plan?{query}", LoadPlan)
+
     async def load(
         self,
         model: str,
@@ -726,6 +739,7 @@ class LabClient(BlockingClient[AsyncLabClient]):
     trace = twin(AsyncLabClient.trace)
     models = twin(AsyncLabClient.models)
     timeline = twin(AsyncLabClient.timeline)
+    plan = twin(AsyncLabClient.plan)
     load = twin(AsyncLabClient.load)
     unload = twin(AsyncLabClient.unload)
     keep = twin(AsyncLabClient.keep)

@@ -57,6 +57,7 @@ from lmx_lab.engine.lookup import (
 )
 from lmx_lab.engine.memory import Budget, total_bytes
 from lmx_lab.engine.model import Engine, EngineHost, EngineMemory
+from lmx_lab.engine.plan import FitList, is_same, plan_load, share_memory
 from lmx_lab.engine.requests import (
     EmbeddingRequest,
     Embeddings,
@@ -84,6 +85,7 @@ from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot, EngineState, ModelState, TokenTotals, UnloadCause
 from lmx_lab.values.models import EngineName, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent, TimeToLive
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import in_thread
@@ -172,6 +174,8 @@ class ModelManager:
         self._factories = {name: row.make for name, row in ENGINES.items()} | dict(engines or {})
         self._observers: list[Callable[[ModelEvent], None]] = []
         self._finder = ModelFinder(settings, self.catalog, report=self._report)
+        self.fits = FitList(self.engine)
+        """Which of the models on the disk fit."""
         self._engines: dict[EngineName, Engine] = {}
         """The engines that have been created."""
         self._engines_lock = threading.Lock()
@@ -536,13 +540,17 @@ class ModelManager:
             await self._finder.check(entry)
             self._check_kind(spec, entry)
             others = await in_thread(lambda: [(it, self.engine(engine_for(it.format).name)) for it in beside])
-            room_bytes = engine.memory.limit - sum(
-                it.load_bytes for it, other in others if _share_memory(engine, other)
-            )
+            room_bytes = engine.memory.limit - sum(it.load_bytes for it, other in others if share_memory(engine, other))
             await self._check_loadable(entry, spec, engine, room_bytes)
             return entry
 
         return await self._run(check)
+
+    async def plan(self, spec: LoadSpec, *, local: bool = True) -> LoadPlan:
+        """Return what a load would use in memory, and whether there is room for it; see ``plan_load``."""
+        return await plan_load(
+            spec, settings=self.settings, catalog=self.catalog, engine=self.engine, now=self.snapshot, local=local
+        )
 
     async def cancel_load(self, model: str) -> None:
         """Cancel the loads of the model with this id or requested name. Downloads continue in the background.
@@ -730,7 +738,7 @@ class ModelManager:
             if present is not None:
                 return self._use_again(present, entry, change)
             report = await change.run(self._enter(entry, spec, engine, as_main=not change.beside))
-            before = next((model for model in (*left, *self._missing) if _is_same(model, entry)), None)
+            before = next((model for model in (*left, *self._missing) if is_same(model.entry, entry)), None)
             if before is not None:
                 self._now.loaded[-1].keep_as(before, spec)
                 self._missing = [model for model in self._missing if model is not before]
@@ -759,7 +767,7 @@ class ModelManager:
         """
         assert change.spec is not None
         resident, models = self.settings.resident, self._now.models
-        same = [model for model in models if _is_same(model, entry) and model is not present]
+        same = [model for model in models if is_same(model.entry, entry) and model is not present]
         others = [model for model in models if not model.pinned and model not in same]
         others.sort(key=lambda model: (model.admission.active > 0, model.admission.used_at))
         # Pinned models do not count. An encoder that is pinned next to the only other model does not remove it.
@@ -818,7 +826,7 @@ class ModelManager:
         staying = [
             model
             for model in self._now.models
-            if model not in without and _share_memory(engine, self._engines[engine_for(model.entry.format).name])
+            if model not in without and share_memory(engine, self._engines[engine_for(model.entry.format).name])
         ]
         return engine.memory.limit - sum(model.memory_bytes for model in staying)
 
@@ -929,7 +937,7 @@ class ModelManager:
             besides: A model that is about to be loaded.
         """
         for model in list(self._missing):
-            if besides is not None and _is_same(model, besides):
+            if besides is not None and is_same(model.entry, besides):
                 continue
             self._report(load_progress(model.entry))
             try:
@@ -1091,7 +1099,7 @@ class ModelManager:
                     model.admission.reopen()
                     drain.finish(0)
                     raise
-                replaces_itself = change.entry is not None and _is_same(model, change.entry)
+                replaces_itself = change.entry is not None and is_same(model.entry, change.entry)
                 if model.pinned and not replaces_itself and change.spec is not None:
                     model.admission.reopen()
                     drain.finish(0)
@@ -1679,16 +1687,6 @@ def _cancel(loads: Iterable[Change[LoadReport]]) -> None:
 def _is_beside(model: Model) -> bool:
     """Return whether a model is a pinned encoder, which stays in memory next to the main model."""
     return model.pinned and model.entry.kind != "chat"
-
-
-def _is_same(model: Model, entry: ModelEntry) -> bool:
-    """Return whether two models cannot be in memory together, because requests could not tell them apart."""
-    return model.entry.path == entry.path or model.entry.id == entry.id
-
-
-def _share_memory(engine: Engine, other: Engine) -> bool:
-    """Return whether the models of two engines use the same memory. Models of MLX may be in the memory of a GPU."""
-    return engine is other or not (engine.memory.is_of_device or other.memory.is_of_device)
 
 
 def _load_report(model: Model, entry: ModelEntry, load_s: float) -> LoadReport:

@@ -39,6 +39,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport, ModelState, TokenTotals
 from lmx_lab.values.models import LoadSpec, ModelEntry, TimeToLive, Unloading
 from lmx_lab.values.outputs import InputType, RerankMethod, Vectors
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.tracing import Trace
 
 if TYPE_CHECKING:
@@ -108,6 +109,17 @@ class Engine(Protocol):
     @property
     def blas(self) -> BlasReport | None:
         """The BLAS that computes its models; None if it uses none."""
+
+    async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
+        """Return what a load of a model would use in memory, by the headers of its files. A model that is too large
+        does not raise an error. ``check`` compares the same numbers with ``room_bytes``.
+
+        Args:
+            room_bytes: Memory that the model and its requests may use.
+
+        Raises:
+            UnusableModelError: the engine cannot run this model.
+        """
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """Check that a model can be loaded, before another one is unloaded for it.

@@ -6,13 +6,15 @@ become invalid when one of these changes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,10 @@ STARTER = "smollm2-135m"
 MEASURED: Mapping[EngineName, Format] = {row.name: row.formats[0] for row in ENGINES.values() if row.is_measured}
 """The engines that are measured, and the format of the model for each."""
 FILE = "engine-speeds.json"
+BANDWIDTH_FILE = "memory-bandwidth.json"
 FILE_BYTES = 2**16
+COPIED_BYTES, COPY_S, MIN_COPIES = 2**27, 0.25, 5
+"""Size of the copied buffer, which is larger than the caches of a CPU, and how long and how often it is copied."""
 CLEARLY_FASTER = 1.2
 """Ratio of speeds from which the faster engine is preferred. Two runs on one machine differ by nearly as much."""
 BUSY_PERCENT = 30
@@ -125,18 +130,66 @@ def store_speeds(settings: Settings, speeds: Speeds) -> Path:
     Raises:
         OSError: the home is not writable.
     """
+    return _store(settings, FILE, asdict(speeds))
+
+
+def _store(settings: Settings, name: str, content: Mapping[str, Any]) -> Path:
     settings.home.mkdir(parents=True, exist_ok=True)
-    target = settings.home / FILE
-    with tempfile.NamedTemporaryFile("w", dir=settings.home, prefix=f"{FILE}.", delete=False, encoding="utf-8") as file:
+    target = settings.home / name
+    with tempfile.NamedTemporaryFile("w", dir=settings.home, prefix=f"{name}.", delete=False, encoding="utf-8") as file:
         draft = Path(file.name)
         try:
-            json.dump(asdict(speeds), file, indent=2)
+            json.dump(content, file, indent=2)
             file.flush()
             draft.replace(target)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
     return target
+
+
+def memory_bandwidth(settings: Settings, device: str = "CPU", measure: Callable[[], float] | None = None) -> float:
+    """Return the bytes per second that this machine reads and writes when it copies memory. Measured once, in about
+    a quarter of a second, and stored in the lab's home.
+
+    Args:
+        device: Whose memory it is: ``CPU``, or the kind of a GPU.
+        measure: Measures it; by default that of the CPU.
+    """
+    threads = settings.threads or default_threads(os.environ)
+    made_with = {"architecture": platform.machine(), "cores": os.cpu_count(), "threads": threads}
+    rates: dict[str, float] = {}
+    try:
+        with open_regular(settings.home / BANDWIDTH_FILE) as file:
+            stored = json.loads(file.read(FILE_BYTES))
+        if stored["made_with"] == made_with:
+            rates = {str(name): float(rate) for name, rate in stored["bytes_per_s"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, UnusableModelError):
+        # The file is missing or was edited, so a new measurement is needed.
+        pass
+    if device not in rates:
+        rates[device] = measure() if measure is not None else _copy_rate(threads)
+        with contextlib.suppress(OSError):
+            _store(settings, BANDWIDTH_FILE, {"made_with": made_with, "bytes_per_s": rates})
+    return rates[device]
+
+
+def _copy_rate(threads: int) -> float:
+    """Return the fastest rate of several copies of a buffer, each thread with its own part, in bytes per second."""
+    # Imported here, because it is slow to import.
+    import numpy as np
+
+    size = COPIED_BYTES // threads
+    # Both have been written to, because the first write of a page takes longer.
+    parts = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for _ in range(threads)]
+    durations: list[float] = []
+    with ThreadPoolExecutor(threads) as pool:
+        while len(durations) < MIN_COPIES or sum(durations) < COPY_S:
+            began_at = time.perf_counter()
+            list(pool.map(lambda part: np.copyto(part[1], part[0]), parts))
+            durations.append(time.perf_counter() - began_at)
+    # Each byte is read and written.
+    return 2 * size * threads / min(durations)
 
 
 def age_in_words(at: float) -> str:

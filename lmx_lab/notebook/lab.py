@@ -54,7 +54,7 @@ CLOSED = Closed()
 P = ParamSpec("P")
 T = TypeVar("T")
 NAMES = {
-    "models": ("load", "unload", "keep", "models"),
+    "models": ("load", "unload", "keep", "models", "plan"),
     "ask": ("chat", "embed", "rerank"),
     "tables": ("map", "embed_frame", "search", "evaluate", "experiments", "compare", "bench"),
     "look inside": (
@@ -77,7 +77,7 @@ def of_backend(
 class Lab:
     """An inference server, in this process or another one, with methods to load models and to send requests.
 
-    - models: ``load``, ``unload``, ``keep``, ``models``
+    - models: ``load``, ``unload``, ``keep``, ``models``, ``plan``
     - ask: ``chat``, ``embed``, ``rerank``
     - tables: ``map``, ``embed_frame``, ``search``, ``evaluate``, ``experiments``, ``compare``, ``bench``
     - look inside: ``requests``, ``explore``, ``timeline``, ``hooks``, ``trace``, ``logit_lens``, ``attention``,
@@ -193,6 +193,7 @@ class Lab:
     unload, aunload = of_backend(loading.unload)
     keep, akeep = of_backend(loading.keep)
     models, amodels = of_backend(results.models)
+    plan, aplan = of_backend(loading.plan)
 
     async def _pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, and keep them in memory.

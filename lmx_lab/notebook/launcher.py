@@ -14,10 +14,11 @@ import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from lmx_lab.arguments import model_name
-from lmx_lab.blocking import in_thread, on_loop, run_steps
+from lmx_lab.blocking import Portal, in_thread, on_loop, run_steps
+from lmx_lab.engine import ModelManager
 from lmx_lab.engine.lookup import NONE_LOADED
 from lmx_lab.errors import ArgumentError, DaemonRunningError, HostingError, InvalidRequestError, LabError
 from lmx_lab.http.uvicorn_server import REQUEST_LOGGERS, bind
@@ -25,9 +26,11 @@ from lmx_lab.notebook.addresses import Addresses, is_lan
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.notebook.loading import show_check, show_load
 from lmx_lab.notebook.local import REQUESTS_S, LocalBackend, LoopChoice, choose_loop
+from lmx_lab.portal import BACKGROUND
 from lmx_lab.sanitize import print_warnings
 from lmx_lab.settings import PREFIX, Settings
-from lmx_lab.values.models import EngineChoice, LoadSpec, ModelEntry
+from lmx_lab.values.models import EngineChoice, LoadOptions, LoadSpec, ModelEntry
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.wire.admin import load_spec
 
 if TYPE_CHECKING:
@@ -180,6 +183,23 @@ def current() -> Lab | None:
     """Return the running lab that ``launch()`` has started in this process; None if there is none."""
     lab: Lab | None = _REGISTRY.lab
     return lab if lab is not None and lab.running else None
+
+
+def plan(model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadPlan:
+    """Return what a load of a model would use in memory, and whether it fits now, after models in memory were unloaded,
+    or not on this machine. The lab that ``launch()`` has started answers, with its models and settings; without one,
+    no models are in memory. Only headers of files are read, those of a model that is not on disk from the hub.
+
+    Args:
+        options: ``LoadOptions``, such as ``context_length=8192``.
+
+    Raises:
+        LabError: there is no such model, or it cannot be loaded with these options; the message contains the reason.
+    """
+    if (lab := current()) is not None:
+        return lab.plan(model, **options)
+    spec = load_spec(model_name(model), options)
+    return Portal(lambda: BACKGROUND.thread).run(ModelManager(Settings.read()).plan(spec))
 
 
 def _is_set(name: str, value: object) -> bool:

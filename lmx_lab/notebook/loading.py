@@ -22,6 +22,7 @@ from lmx_lab.values.models import (
     ModelEvent,
     TimeToLive,
 )
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.wire.admin import (
     KeepAnswer,
     KeepRequest,
@@ -129,6 +130,21 @@ class RunningChange(Generic[T]):
             LabError: the load or unload has failed.
         """
         return await asyncio.shield(self._task)
+
+
+async def plan(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadPlan:
+    """Return what a load of a model would use in memory, and whether it fits now, after models in memory were unloaded,
+    or not on the server's machine. Only headers of files are read; those of a model that is not on disk are read from
+    the hub. Nothing is loaded or downloaded.
+
+    Args:
+        options: ``LoadOptions``, as in ``load``; ``wait``, ``pin`` and ``ttl_s`` have no effect.
+
+    Raises:
+        AdminForbiddenError: the server allows this only to callers on its machine.
+        LabError: there is no such model, or it cannot be loaded with these options; the message contains the reason.
+    """
+    return await on_loop(backend.portal, backend.plan(load_spec(model_name(model), options)))
 
 
 async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:

@@ -51,6 +51,7 @@ from lmx_lab.values.models import (
     with_reason,
 )
 from lmx_lab.values.outputs import Delta, TokenLogprob, Vectors
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
@@ -442,6 +443,9 @@ class LocalBackend:
 
     async def models(self) -> ModelRecords:
         return await model_records(self._server.engine)
+
+    async def plan(self, spec: LoadSpec) -> LoadPlan:
+        return await self._services.manager.plan(spec)
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         return await self._report_progress(self._services.manager.load(spec), progress)

@@ -35,6 +35,7 @@ from lmx_lab.values.models import (
     Unloading,
 )
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
@@ -288,6 +289,9 @@ class RemoteBackend:
         states = (record.unloading for record in sorted(records.models, key=lambda record: not record.main))
         self._received.unloading = next(filter(None, states), None), time.monotonic()
         return records
+
+    async def plan(self, spec: LoadSpec) -> LoadPlan:
+        return await self.portal.call(self._client.plan(spec.model, **spec.options))
 
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         return await self.portal.call(self._client.load(spec.model, progress=progress, **spec.options))

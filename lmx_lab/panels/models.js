@@ -1,7 +1,7 @@
 // The models panel. Texts, numbers and possible actions come from Python; the view displays them.
 
 const ADDRESSES = [["url", "local"], ["lan_url", "LAN"], ["proxy_url", "browser"]];
-const HEAD = ["model", "kind", "format", "engine", "size", "quantization", "context", "state", ""];
+const HEAD = ["model", "kind", "format", "engine", "size", "quantization", "context", "fits", "state", ""];
 const AUTO = ["", "automatic"];
 let panels = 0;
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
 from lmx_lab.backend import ServerState
 from lmx_lab.results.figures import LineChart, Series
+from lmx_lab.values.plan import Fit
 from lmx_lab.wire.admin import ModelRecord, Sample
 
 
@@ -28,7 +29,9 @@ def describe_server(server: ServerState) -> dict[str, str]:
 
 # Models
 
-MODEL_COLUMNS = ("model", "kind", "format", "engine", "size", "quantization", "context", "state")
+MODEL_COLUMNS = ("model", "kind", "format", "engine", "size", "quantization", "context", "fits", "state")
+FITS: Mapping[Fit | None, str] = {"now": "yes", "after-unloading": "if others leave", "not-here": "no", None: ""}
+"""Whether a model that is not loaded fits in memory, for display."""
 
 
 def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
     formats = ", ".join([record.format, *others])
     copy = record.quantized_copy
     quantization = record.quantization or "" if copy is None else copy.title
-    cells = [record.kind, formats, record.engine, size, quantization, context, state]
+    cells = [record.kind, formats, record.engine, size, quantization, context, FITS[record.fits], state]
     return {"id": record.id, "cells": cells, "action": action}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.engines import ENGINES, engine_for
@@ -29,7 +30,17 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import BODY, failures, link
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot, ModelState
-from lmx_lab.values.models import EngineName, Format, LoadReport, LoadSpec, ModelEntry, by_model
+from lmx_lab.values.models import (
+    EngineChoice,
+    EngineName,
+    Format,
+    KvCacheDtype,
+    LoadReport,
+    LoadSpec,
+    ModelEntry,
+    by_model,
+)
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.weights import Listing
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.starters import loadable_formats
@@ -86,6 +97,37 @@ def admin_routes(manager: ModelManager) -> APIRouter:
                 "problem": problem and hide(problem),
             }
         )
+
+    @router.get("/models/plan", responses=LOAD_ERRORS)
+    async def plan(
+        request: Request,
+        *,
+        model: Annotated[str, Query(min_length=1, max_length=1024)],
+        engine: EngineChoice = "auto",
+        context_length: Annotated[int | None, Query(ge=1)] = None,
+        deterministic: bool = False,
+        prompt_lookup: bool | None = None,
+        kv_cache_dtype: KvCacheDtype | None = None,
+        draft: Annotated[str | None, Query(min_length=1, max_length=1024)] = None,
+    ) -> LoadPlan:
+        """Return what a load with these options would use in memory, and whether it fits now, after models in memory
+        were unloaded, or not at all. Only headers of files are read, and nothing is loaded. Local callers may send a
+        path, or a model of the hub, whose headers are read without a download.
+        """
+        local = is_local(request.scope)
+        check_admin(manager, local=local)
+        spec = LoadSpec(
+            model=model,
+            engine=engine,
+            context_length=context_length,
+            deterministic=deterministic,
+            prompt_lookup=prompt_lookup,
+            kv_cache_dtype=kv_cache_dtype,
+            draft=draft,
+        )
+        found = await manager.plan(spec, local=local)
+        ids = [public_id(each, local=local) for each in (found.model, *found.unload)]
+        return replace(found, model=ids[0], unload=tuple(ids[1:]))
 
     @router.post("/models/load", responses={200: {"links": LOADED}, **LOAD_ERRORS})
     async def load(body: LoadSpec, request: Request) -> LoadReport:
@@ -237,7 +279,12 @@ async def model_records(manager: ModelManager) -> ModelRecords:
     The scan of the disk takes a bounded time; see ``Catalog.listing``.
     """
     listing = await manager.catalog.alisting()
-    return await in_thread(lambda: _describe(listing, manager))
+    records = await in_thread(lambda: _describe(listing, manager))
+    by_path = {str(entry.path): entry for entry in listing.entries}
+    unloaded = [by_path[it.path] for it in records.models if not it.loaded and it.path in by_path]
+    fits = {str(path): fit for path, fit in (await manager.fits.read(unloaded, manager.snapshot)).items()}
+    models = [record.model_copy(update={"fits": fits.get(record.path)}) for record in records.models]
+    return records.model_copy(update={"models": models})
 
 
 def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:

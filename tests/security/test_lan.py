@@ -28,7 +28,7 @@ for method, url, content, headers in json.load(sys.stdin):
     to = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(to.hostname, to.port, timeout=60)
     body = None if content is None else json.dumps(content)
-    connection.request(method, to.path, body, {"Content-Type": "application/json", **headers})
+    connection.request(method, f"{to.path}?{to.query}", body, {"Content-Type": "application/json", **headers})
     response = connection.getresponse()
     text = response.read().decode()
     is_json = "json" in response.getheader("Content-Type", "")
@@ -128,6 +128,7 @@ def test_another_machine_can_chat_and_list_models_but_change_nothing(lan, served
     answers = lan[1].ask(
         ("POST", f"{url}/v1/chat/completions", CHAT, {}),
         ("GET", f"{url}/admin/models", None, {}),
+        ("GET", f"{url}/admin/models/plan?model=tiny", None, {}),
         ("POST", f"{url}/admin/models/load", {"model": "tiny-two"}, {}),
         ("POST", f"{url}/admin/models/load", {"model": str(tiny.path)}, {}),
         ("POST", f"{url}/admin/models/unload", None, {}),
@@ -136,7 +137,7 @@ def test_another_machine_can_chat_and_list_models_but_change_nothing(lan, served
         ("POST", f"{url}/v1/chat/completions", {**CHAT, "model": str(tiny.path)}, {}),
         ("GET", f"{url}/readyz", None, {}),
     )
-    assert [status for status, _ in answers] == [200, 200, 403, 403, 403, 403, 403, 404, 200]
+    assert [status for status, _ in answers] == [200, 200, 403, 403, 403, 403, 403, 403, 404, 200]
     assert {body["error"]["code"] for status, body in answers if status == 403} == {"admin-forbidden"}
 
 
@@ -250,9 +251,12 @@ def test_with_lan_admin_another_machine_loads_and_unloads_but_not_by_path(lan, s
         ("POST", f"{url}/admin/models/load", {"model": "tiny-two"}, key),
         ("POST", f"{url}/admin/models/load", {"model": str(tiny.path)}, key),
         ("POST", f"{url}/admin/models/load", {"model": "org/name-of-the-hub"}, key),
+        ("GET", f"{url}/admin/models/plan?model=tiny-two", None, key),
+        ("GET", f"{url}/admin/models/plan?model={tiny.path}", None, key),
+        ("GET", f"{url}/admin/models/plan?model=org/name-of-the-hub", None, key),
         ("POST", f"{url}/admin/models/unload", None, key),
     )
-    assert [status for status, _ in answers] == [401, 200, 404, 404, 200]
+    assert [status for status, _ in answers] == [401, 200, 404, 404, 200, 404, 404, 200]
 
 
 def test_a_dns_name_of_the_lan_address_is_rejected_for_other_machines(lan, served):

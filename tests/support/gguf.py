@@ -261,6 +261,151 @@ def write_tiny_gguf(target: Path, starter: Path, tokenizer_from: Path, *, seed: 
     replace(file, values={**file.values, **tokenizer}).written(target)
 
 
+WIDTH, INNER, HEADS, HEAD_SIZE, LAYERS = 64, 96, 4, 16, 4
+"""Sizes of the models of ``write_gguf_family``."""
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _attention(block: str, kv_heads: int, *more: str, size: int = HEAD_SIZE) -> Shapes:
+    """Return the shapes of an attention layer; ``more`` are norms of the size of a head."""
+    shapes: Shapes = {f"{block}.attn_norm": (WIDTH,), f"{block}.attn_output": (HEADS * size, WIDTH)}
+    for name, heads in (("q", HEADS), ("k", kv_heads), ("v", kv_heads)):
+        shapes[f"{block}.attn_{name}"] = (WIDTH, heads * size)
+    return shapes | {f"{block}.{name}": (size,) for name in more}
+
+
+def _network(block: str, experts: int = 0) -> Shapes:
+    """Return the shapes of a feed-forward network, or of one with experts."""
+    end, last = ("_exps", (experts,)) if experts else ("", ())
+    shapes: Shapes = {f"{block}.ffn_norm": (WIDTH,), f"{block}.ffn_down{end}": (INNER, WIDTH, *last)}
+    shapes |= {f"{block}.ffn_{name}{end}": (WIDTH, INNER, *last) for name in ("gate", "up")}
+    return shapes | ({f"{block}.ffn_gate_inp": (WIDTH, experts)} if experts else {})
+
+
+def _gemma(block: str, *more: str) -> Shapes:
+    norms = {f"{block}.{name}": (WIDTH,) for name in ("post_attention_norm", "post_ffw_norm")}
+    return _attention(block, 2, *more) | _network(block) | norms
+
+
+def _latent(block: str) -> Shapes:
+    keys, rotated, values, rank, query_rank = 16, 8, 16, 32, 16
+    return _network(block) | {
+        f"{block}.attn_norm": (WIDTH,),
+        f"{block}.attn_q_a": (WIDTH, query_rank),
+        f"{block}.attn_q_a_norm": (query_rank,),
+        f"{block}.attn_q_b": (query_rank, HEADS * (keys + rotated)),
+        f"{block}.attn_kv_a_mqa": (WIDTH, rank + rotated),
+        f"{block}.attn_kv_a_norm": (rank,),
+        f"{block}.attn_k_b": (keys, rank, HEADS),
+        f"{block}.attn_v_b": (rank, values, HEADS),
+        f"{block}.attn_output": (HEADS * values, WIDTH),
+    }
+
+
+def _mamba(block: str) -> Shapes:
+    inner, state, kernel, rank = 2 * WIDTH, 256, 4, 4
+    return {
+        f"{block}.attn_norm": (WIDTH,),
+        f"{block}.ssm_in": (WIDTH, 2 * inner),
+        f"{block}.ssm_conv1d": (kernel, inner),
+        f"{block}.ssm_conv1d.bias": (inner,),
+        f"{block}.ssm_x": (inner, rank + 2 * state),
+        f"{block}.ssm_dt": (rank, inner),
+        f"{block}.ssm_dt.bias": (inner,),
+        f"{block}.ssm_a.": (state, inner),
+        f"{block}.ssm_d.": (inner,),
+        f"{block}.ssm_out": (inner, WIDTH),
+    }
+
+
+def _convolution(block: str, at: int) -> Shapes:
+    if at % 2:
+        return _attention(block, 2, "attn_q_norm", "attn_k_norm") | _network(block)
+    shapes = {"conv": (3, WIDTH), "in_proj": (WIDTH, 3 * WIDTH), "out_proj": (WIDTH, WIDTH)}
+    named = {f"{block}.shortconv.{name}": shape for name, shape in shapes.items()}
+    return _network(block) | {f"{block}.attn_norm": (WIDTH,), **named}
+
+
+GGUF_FAMILIES: Mapping[str, tuple[str, Mapping[str, Value], Callable[[str, int], Shapes]]] = {
+    "all-heads": ("llama", {"attention.head_count_kv": HEADS}, lambda it, _: _attention(it, HEADS) | _network(it)),
+    "grouped-queries": ("llama", {}, lambda it, _: _attention(it, 2) | _network(it)),
+    "wide-heads": (
+        "llama",
+        {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32},
+        lambda it, _: _attention(it, 2, size=32) | _network(it),
+    ),
+    "one-head": ("llama", {"attention.head_count_kv": 1}, lambda it, _: _attention(it, 1) | _network(it)),
+    "experts": (
+        "llama",
+        {"expert_count": 4, "expert_used_count": 2},
+        lambda it, _: _attention(it, 2) | _network(it, experts=4),
+    ),
+    "every-second-window": ("gemma2", {"attention.sliding_window": 512}, lambda it, _: _gemma(it)),
+    "six-windows": (
+        "gemma3",
+        {"attention.sliding_window": 512, "block_count": 12},
+        lambda it, _: _gemma(it, "attn_q_norm", "attn_k_norm"),
+    ),
+    "recurrent": (
+        "mamba",
+        {
+            **{"feed_forward_length": 0, "attention.head_count": 0, "attention.head_count_kv": 0},
+            **{"ssm.conv_kernel": 4, "ssm.inner_size": 2 * WIDTH, "ssm.state_size": 256, "ssm.time_step_rank": 4},
+        },
+        lambda it, _: _mamba(it),
+    ),
+    "convolutions": ("lfm2", {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}, _convolution),
+    "latent-attention": (
+        "deepseek2",
+        {
+            **{"attention.head_count_kv": 1, "attention.key_length": 40, "attention.value_length": 32},
+            **{"attention.key_length_mla": 24, "attention.value_length_mla": 16, "attention.kv_lora_rank": 32},
+            **{"attention.q_lora_rank": 16, "rope.dimension_count": 8, "leading_dense_block_count": LAYERS},
+            **{"expert_count": 0, "expert_used_count": 0, "expert_feed_forward_length": INNER},
+            **{"expert_shared_count": 0},
+        },
+        lambda it, _: _latent(it),
+    ),
+}
+"""Architecture, metadata and shapes of a layer of models with each kind of KV cache."""
+
+
+def write_gguf_family(target: Path, starter: Path, family: str, *, context: int = 32_768) -> Path:
+    """Write a tiny model with random weights and one kind of KV cache, which llama.cpp can load.
+
+    Args:
+        starter: SmolLM2's GGUF file, for the tokenizer.
+        family: A key of ``GGUF_FAMILIES``.
+    """
+    architecture, values, layer = GGUF_FAMILIES[family]
+    known: Mapping[str, Value] = {
+        **{"context_length": context, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": INNER},
+        **{"attention.head_count": HEADS, "attention.head_count_kv": 2, "attention.key_length": HEAD_SIZE},
+        **{"attention.value_length": HEAD_SIZE, "attention.layer_norm_rms_epsilon": 1e-5},
+        **{"rope.dimension_count": HEAD_SIZE, "vocab_size": 49_152, **values},
+    }
+    last = "token_embd_norm" if architecture == "lfm2" else "output_norm"
+    shapes: Shapes = {"token_embd": (WIDTH, 49_152), last: (WIDTH,)}
+    if architecture == "deepseek2":
+        shapes["output"] = (WIDTH, 49_152)
+    blocks = known["block_count"]
+    assert isinstance(blocks, int)
+    for at in range(blocks):
+        shapes |= layer(f"blk.{at}", at)
+    random = np.random.default_rng(0)
+    arrays = {
+        # A name with an end, such as ``.bias``, is complete; an empty end is for tensors without one.
+        name.rstrip(".") if name.endswith((".bias", ".")) else f"{name}.weight": random.normal(
+            0, 0.1, shape[::-1]
+        ).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    metadata = {"general.architecture": architecture, **{f"{architecture}.{key}": it for key, it in known.items()}}
+    file = _file(metadata, arrays)
+    tokenizer = {key: value for key, value in read_gguf(starter).values.items() if key.startswith("tokenizer.")}
+    return replace(file, values={**file.values, **tokenizer}).written(target)
+
+
 def write_minilm_gguf(target: Path, folder: Path) -> None:
     """Write all-MiniLM-L6-v2 with its own weights: matrices as float16, with mean pooling."""
     weights = load_file(folder / "model.safetensors")

@@ -101,18 +101,21 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def whole(handler: Handler, data: bytes, *, half: bool = False, pause_s: float = 0.0) -> None:
-    """Send a file, or the requested range of it; or announce it and send only the first half.
+    """Send a file, or the requested range of it, from which its end may be left out; or announce it and send only the
+    first half.
 
     Args:
         pause_s: Time between pieces of 64 KiB; by default all is sent at once.
     """
-    first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+    start, _, last = handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+    first, end = int(start), min(len(data), int(last) + 1 if last else len(data))
     headers = {"ETag": f'"{git_id(data)}"', "Accept-Ranges": "bytes"}
-    if first:
-        headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-    handler.begin(len(data) - first, 206 if first else 200, headers)
+    is_part = (first, end) != (0, len(data))
+    if is_part:
+        headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
+    handler.begin(end - first, 206 if is_part else 200, headers)
     if handler.command == "GET":
-        end = (first + len(data)) // 2 if half else len(data)
+        end = (first + end) // 2 if half else end
         size = PIECE_BYTES if pause_s else len(data)
         for at in range(first, end, size):
             handler.wfile.write(data[at : min(at + size, end)])

@@ -106,6 +106,32 @@ def write_tiny_llama(
         shutil.copy(tokenizer_from / name, folder / name)
 
 
+def write_huge_llama(folder: Path, tiny: Path, *, inner: int = 80_000_000) -> ModelEntry:
+    """Write a model like ``tiny`` whose files are as large as their headers state, 61 GB, but have no content and use
+    no disk space.
+
+    Args:
+        inner: Width of its feed-forward networks.
+    """
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / name, folder / name)
+    _change(folder / "config.json", intermediate_size=inner)
+    with (tiny / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    end = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            tensor["shape"] = [inner if ".mlp." in name and length == 64 else length for length in tensor["shape"]]
+            end, start = end + 4 * int(np.prod(tensor["shape"])), end
+            tensor["data_offsets"] = [start, end]
+    content = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(content)) + content)
+        file.truncate(8 + len(content) + end)
+    return entry(folder)
+
+
 # As in Qwen3's tokenizer: added tokens; those that mark reasoning and calls are not special tokens.
 MARKERS = {
     "<repo_name>": "<think>",
@@ -472,6 +498,77 @@ def build_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     model.update(tree_map(lambda value: value + 0.1 * mx.random.normal(value.shape), model.parameters()))
     mx.eval(model.parameters())
     return model
+
+
+SMALL = {
+    "vocab_size": 49_152,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 32_768,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
+MLX_FAMILIES: Mapping[str, dict[str, Any]] = {
+    "all-heads": {"model_type": "llama", "num_key_value_heads": 4},
+    "grouped-queries": {"model_type": "qwen3"},
+    "one-head": {"model_type": "llama", "num_key_value_heads": 1},
+    "experts": {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True, **EXPERTS},
+    "every-second-window": {
+        **{"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 2},
+        "query_pre_attn_scalar": 8,
+    },
+    "windows-and-experts": {
+        **{"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "recurrent": {
+        **{"model_type": "mamba2", "num_heads": 4, "head_dim": 16, "state_size": 64, "conv_kernel": 4, "n_groups": 1},
+        **{"use_bias": False, "use_conv_bias": True, "time_step_limit": [0.0, 1.0], "time_step_rank": 4},
+        **{"layer_norm_epsilon": 1e-5, "expand": 2},
+    },
+    "convolutions": {
+        **{"model_type": "lfm2", "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32},
+        **{"block_ff_dim": 64, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0, "full_attn_idxs": [1, 3]},
+        "block_auto_adjust_ff_dim": False,
+    },
+    "latent-attention": {
+        **{"model_type": "deepseek_v3", "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8},
+        **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        "rope_scaling": None,
+    },
+    "gated-deltas": {
+        **{"model_type": "qwen3_next", "num_experts": 4, "norm_topk_prob": True, **EXPERTS},
+        **{"shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4},
+        **{"full_attention_interval": 2, "partial_rotary_factor": 0.5},
+    },
+}
+"""Configurations of models with each kind of KV cache, in addition to ``SMALL``."""
+
+
+def write_mlx_model(folder: Path, config: Mapping[str, Any], tokenizer_from: Path) -> None:
+    """Write a model of an architecture of mlx-lm with random weights and SmolLM2's tokenizer."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import _get_classes
+
+    mx.random.seed(0)
+    model_class, args_class = _get_classes(dict(config))
+    model: Any = model_class(args_class.from_dict(dict(config)))
+    flat: Any = tree_flatten(model.parameters())
+    weights = {name: mx.random.normal(value.shape) * 0.2 for name, value in flat}
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [2]}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_from / name, folder / name)
 
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048}

@@ -58,6 +58,7 @@ from lmx_lab.errors import EngineError, InvalidRequestError, LabError, UnusableM
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.outputs import InputType, PromptProgress, PromptScores, Vectors
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import InfillTokens
 
@@ -529,6 +530,19 @@ class EchoEngine:
     def memory(self) -> EngineMemory:
         """See ``Engine``."""
         return EngineMemory(total=self._total_bytes, limit=self._host.budget.limit_bytes)
+
+    async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
+        """See ``Engine``."""
+        check_options(replace(entry, context_length=2**20), spec)
+        return LoadPlan(
+            model=entry.id,
+            engine="echo",
+            kind=entry.kind,
+            file_bytes=0,
+            weights_bytes=0,
+            needed_bytes=0,
+            context_length=entry.context_length,
+        )
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """See ``Engine``."""

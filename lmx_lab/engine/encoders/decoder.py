@@ -25,7 +25,7 @@ from lmx_lab.engine.encoders.layers import (
     run_to_end,
 )
 from lmx_lab.engine.encoders.sentence_transformers import LogitTokens
-from lmx_lab.engine.mlx.weights import DTYPES, checked_classes, fit_weights
+from lmx_lab.engine.mlx.weights import DTYPES, checked_classes, fit_weights, read_weights
 from lmx_lab.errors import UnusableModelError
 
 PROBE = [[1, 2, 3]]
@@ -155,10 +155,22 @@ def read_logit_reranker(
     return network, head
 
 
-def _read(
-    folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool
-) -> tuple[Any, mx.array | None]:
-    """Load mlx-lm's model; return it and the weight of its ``score`` layer."""
+def decoder_bytes(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool) -> int:
+    """Return the size of the weights of a decoder in memory, without reading them.
+
+    Args:
+        head: Whether its head is needed, which predicts tokens.
+
+    Raises:
+        UnusableModelError: as ``read_decoder``.
+    """
+    model, _ = _open(folder, config, head=head)
+    fit_weights(model, dtype, limit_bytes=limit_bytes)
+    return sum(value.nbytes for value in _parameters(model).values())
+
+
+def _open(folder: Path, config: ModelConfig, *, head: bool) -> tuple[Any, mx.array | None]:
+    """Return mlx-lm's model and the weight of its ``score`` layer. They have not been read yet."""
     if config.values.get("is_causal") is False or config.flag("use_bidirectional_attention"):
         raise UnusableModelError("its attention is bidirectional (config.json); only causal decoders are supported")
     scores: list[mx.array] = []
@@ -191,17 +203,26 @@ def _read(
     kinds = sorted({type(cache).__name__ for cache in make_prompt_cache(model)})
     if kinds != ["KVCache"]:
         raise UnusableModelError(f"not all of its layers attend to all previous tokens ({', '.join(kinds)})")
+    return model, scores[0] if scores else None
+
+
+def _read(
+    folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool
+) -> tuple[Any, mx.array | None]:
+    """Load mlx-lm's model; return it and the weight of its ``score`` layer."""
+    model, score = _open(folder, config, head=head)
     wanted, needed_bytes = DTYPES.get(dtype, mx.float32 if on_cpu() else None), 0
     for value in _parameters(model).values():
         converts = wanted is not None and mx.issubdtype(value.dtype, mx.floating)
         needed_bytes += value.size * wanted.size if wanted is not None and converts else value.nbytes
     require_memory(needed_bytes, limit_bytes)
     fit_weights(model, dtype, limit_bytes=limit_bytes)
+    read_weights(model)
     for name, value in _parameters(model).items():
         if mx.issubdtype(value.dtype, mx.floating):
             require_finite(name, value)
     _check_layers(model)
-    return model, scores[0] if scores else None
+    return model, score
 
 
 def _parameters(model: Any) -> dict[str, mx.array]:

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm import tokenizer_utils
 
 from lmx_lab.engine.encoders import bert, modernbert
-from lmx_lab.engine.encoders.decoder import read_classifier, read_decoder, read_logit_reranker
+from lmx_lab.engine.encoders.decoder import decoder_bytes, read_classifier, read_decoder, read_logit_reranker
 from lmx_lab.engine.encoders.layers import (
     Head,
     ModelConfig,
@@ -211,11 +211,7 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     if architecture is None:
         network, head = _read_decoder(files)
     else:
-        wanted = DTYPES.get(dtype, mx.float32 if on_cpu() else None)
-        tensors = Tensors.read(entry.path, wanted, architecture.rename, architecture.ignored)
-        quantization = files.config.values.get("quantization")
-        if isinstance(quantization, dict):
-            tensors.expand(ModelConfig(quantization).size("bits"), ModelConfig(quantization).size("group_size"))
+        tensors = _open_tensors(entry, files.config, architecture, dtype)
         require_memory(tensors.nbytes, limit_bytes)
         network = architecture.network(tensors, files.config)
         if files.is_reranker and settings.pooling is None:
@@ -259,6 +255,35 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
         for _ in encoder.forward([TextTokens((0,))]):
             pass
     return encoder
+
+
+def encoder_bytes(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> int:
+    """Return the size of the weights of an embedder or a reranker in memory, without reading them.
+
+    Raises:
+        UnusableModelError: as ``load_encoder``, as far as the headers show.
+    """
+    try:
+        config = ModelConfig(read_json(entry.path / "config.json"))
+        if (architecture := ARCHITECTURES.get(entry.architecture)) is not None:
+            return _open_tensors(entry, config, architecture, dtype).nbytes
+        heads = config.values.get("architectures") or []
+        is_classifier = any(str(name).endswith("ForSequenceClassification") for name in heads)
+        head = entry.kind == "rerank" and not is_classifier and read_sentence_transformers(entry.path).pooling is None
+        return decoder_bytes(entry.path, config, limit_bytes=limit_bytes, dtype=dtype, head=head)
+    except Exception as exc:
+        what = exc.message if isinstance(exc, LabError) else f"{type(exc).__name__}: {exc}"
+        raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model") from exc
+
+
+def _open_tensors(entry: ModelEntry, config: ModelConfig, architecture: Architecture, dtype: str) -> Tensors:
+    """Open the tensors of an encoder, which are not read yet."""
+    wanted = DTYPES.get(dtype, mx.float32 if on_cpu() else None)
+    tensors = Tensors.read(entry.path, wanted, architecture.rename, architecture.ignored)
+    quantization = config.values.get("quantization")
+    if isinstance(quantization, dict):
+        tensors.expand(ModelConfig(quantization).size("bits"), ModelConfig(quantization).size("group_size"))
+    return tensors
 
 
 def _arrays(value: Any) -> Iterator[mx.array]:

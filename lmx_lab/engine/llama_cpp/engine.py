@@ -20,7 +20,7 @@ from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.llama_cpp.completion import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
-from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context
+from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context, plan_load
 from lmx_lab.engine.llama_cpp.process import (
     PACKAGE,
     LlamaProcess,
@@ -43,6 +43,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
 from lmx_lab.values.outputs import InputType, Vectors
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import is_overwritten, require_unchanged
@@ -329,6 +330,16 @@ class LlamaCppEngine:
     def memory(self) -> EngineMemory:
         """See ``Engine``."""
         return EngineMemory(total=self._total_bytes, limit=self._host.budget.limit_bytes)
+
+    async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
+        """See ``Engine``."""
+
+        def plan() -> LoadPlan:
+            check_options(entry, spec)
+            header, draft = read_gguf(entry.path), read_draft(entry)
+            return plan_load(entry, header, limit_bytes=room_bytes, spec=spec, draft=draft)
+
+        return await in_thread(plan, name="lmx-lab-plan")
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """See ``Engine``."""

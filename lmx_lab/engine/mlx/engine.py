@@ -23,7 +23,7 @@ from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
 from lmx_lab.engine.mlx.encoding import EncodeJob
-from lmx_lab.engine.mlx.load import check_fits, load_chat
+from lmx_lab.engine.mlx.load import check_room, load_chat, plan_load
 from lmx_lab.engine.mlx.loop import GenerationLoop
 from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.steering import RequestSteering
@@ -50,6 +50,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport, TokenTotals
 from lmx_lab.values.models import LoadSpec, ModelEntry
 from lmx_lab.values.outputs import InputType, Vectors
+from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights.files import check_files, in_thread
 from lmx_lab.weights.fingerprint import known_content_digest, require_unchanged
@@ -340,7 +341,7 @@ class MlxEngine:
         """See ``Engine``."""
         return self._thread.blas if self._thread is not None else None
 
-    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
+    async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
         """See ``Engine``."""
         check_options(entry, spec)
         if spec.deterministic:
@@ -355,9 +356,20 @@ class MlxEngine:
                 "kv_cache_dtype, or load a GGUF file of the model, such as smollm2-135m-gguf",
                 param="kv_cache_dtype",
             )
-        check_fits(entry, limit_bytes=room_bytes)
-        # Files that would block a load, or never end, are refused while other models still answer.
-        await in_thread(lambda: check_files(entry.path), name="lmx-lab-check")
+
+        def plan() -> LoadPlan:
+            # Files that would block a load, or never end, are refused while other models still answer.
+            for each in filter(None, (entry, entry.draft)):
+                check_files(each.path)
+            return plan_load(
+                entry, limit_bytes=room_bytes, dtype=self._settings.dtype, context_length=spec.context_length
+            )
+
+        return await in_thread(plan, name="lmx-lab-plan")
+
+    async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
+        """See ``Engine``."""
+        check_room(entry, await self.plan(entry, spec, room_bytes=room_bytes), room_bytes, spec.context_length)
         try:
             await check_tokenizer_files(entry.path)
         except UnusableModelError as exc:
@@ -369,7 +381,6 @@ class MlxEngine:
         if (draft := entry.draft) is not None:
 
             def check_draft() -> None:
-                check_files(draft.path)
                 check_vocabularies(entry, draft, *(read_tokens(it.path) for it in (entry, draft)))
 
             await in_thread(check_draft, name="lmx-lab-check")

@@ -7,41 +7,25 @@ usually ends the process, so requests wait or are refused according to these est
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from lmx_lab.engine.mlx import memory
 from lmx_lab.errors import UnusableModelError
+from lmx_lab.values.plan import LayerCache
 
 UNBOUNDED_TOKENS = 2**31 - 1
-STEP_TOKENS = 256
-"""Number of tokens by which the caches of mlx-lm grow."""
 TRIAL_PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 4, 3]]
 """Two prompts of different lengths; the longer one has more than two chunks of four tokens."""
 CUDNN_HEAD_SIZE = 128
 TOLERANCE = 0.05
 """Largest difference of log-probabilities that rounding can cause. Padding that is treated as tokens causes more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerCache:
-    """The key-value cache of one layer, which grows with the tokens, up to a window if there is one, or not at all."""
-
-    bytes_per_token: float = 0.0
-    window_tokens: int | None = None
-    fixed_bytes: int = 0
-
-    def bytes(self, tokens: int) -> float:
-        """Return the size after this number of tokens."""
-        allocated = -(-tokens // STEP_TOKENS) * STEP_TOKENS
-        if self.window_tokens is not None:
-            allocated = min(allocated, self.window_tokens)
-        return self.fixed_bytes + self.bytes_per_token * allocated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +44,16 @@ class Footprint:
     """Temporary memory for the attention score of each pair of a computed and a cached token; 0 if a GPU computes
     attention in one kernel, which does not store them."""
 
-    def kv_bytes(self, lengths: Sequence[int]) -> int:
+    def kv_bytes(self, lengths: Sequence[int], *, chunk: bool = True) -> int:
         """Return the size of the key-value caches of requests in one batch, which pads all of them to the longest.
 
         Args:
             lengths: Number of tokens of each request.
+            chunk: Whether a chunk of a prompt is being computed.
         """
-        return len(lengths) * round(sum(layer.bytes(max(lengths)) for layer in self.layers)) if lengths else 0
+        if not lengths:
+            return 0
+        return len(lengths) * round(sum(layer.bytes(max(lengths), chunk=chunk) for layer in self.layers))
 
     def running_bytes(self, lengths: Sequence[int], *, chunk: int) -> int:
         """Return the memory of the weights and of requests that have grown to these lengths, while ``chunk`` prompt
@@ -79,12 +66,14 @@ class Footprint:
         drafted = round(sum(layer.bytes(longest) for layer in self.draft_layers))
         return self.weights_bytes + self.kv_bytes(lengths) + len(lengths) * self.logits_bytes + transient + drafted
 
-    def longest_request(self, limit_bytes: int, *, chunk: int) -> int:
-        """Return the number of tokens, prompt and answer, of the longest single request that fits; 0 if none does."""
+    def longest_request(self, limit_bytes: int, *, chunk: int, requests: int = 1) -> int:
+        """Return the number of tokens, prompt and answer, of the longest request that fits, if there are ``requests``
+        of this length; 0 if none does.
+        """
         low, high = 0, UNBOUNDED_TOKENS
         while low < high:
             middle = (low + high + 1) // 2
-            if self.running_bytes([middle], chunk=min(chunk, middle)) <= limit_bytes:
+            if self.running_bytes([middle] * requests, chunk=min(chunk, middle)) <= limit_bytes:
                 low = middle
             else:
                 high = middle - 1
@@ -147,23 +136,19 @@ class Traits:
     """Whether prompts of different lengths may be computed in one batch."""
 
 
-def measure(model: Any, weights_bytes: int) -> Traits:
-    """Measure a model by computing one token; a few more if it has caches other than plain key-value caches.
+def describe(model: Any) -> Traits:
+    """Describe a model by the caches that mlx-lm makes for it. Nothing is computed and no weights are read, because the
+    sizes of arrays are known before they are evaluated.
 
     Raises:
         UnusableModelError: mlx-lm cannot compute it in batches.
     """
     cache = make_prompt_cache(model)
     layers = list(_flat(cache))
-    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
     if not all(hasattr(layer, "merge") for layer in layers):
-        raise UnusableModelError(f"this version of mlx-lm cannot batch its cache ({kinds})", param="model")
+        raise UnusableModelError(f"this version of mlx-lm cannot batch its cache ({_kinds(layers)})", param="model")
     logits = model(mx.array([[0]]), cache=cache)
-    mx.eval(logits, [layer.state for layer in cache])
     plain = all(type(layer) is KVCache for layer in layers)
-    together = plain or _agrees(model, prompts=2)
-    if not together and not _agrees(model, prompts=1):
-        raise UnusableModelError(f"this version of mlx-lm computes it wrongly in batches ({kinds})", param="model")
     sizes = []
     for layer in layers:
         keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
@@ -172,15 +157,21 @@ def measure(model: Any, weights_bytes: int) -> Traits:
             continue
         # Caches are allocated in steps, so the size is divided by the tokens that there is room for. A cache with a
         # window stores one chunk more.
-        window_tokens = None if window is None else window + memory.MAX_CHUNK_TOKENS
-        sizes.append(LayerCache(bytes_per_token=layer.nbytes / keys.shape[2], window_tokens=window_tokens))
-    args = getattr(model, "args", None)
+        sizes.append(
+            LayerCache(
+                bytes_per_token=layer.nbytes / keys.shape[2],
+                window_tokens=window,
+                chunk_tokens=0 if window is None else memory.MAX_CHUNK_TOKENS,
+            )
+        )
     hidden, intermediate, heads = (
-        _number(args, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+        number_of(model, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
+    # Counted, because other models use and release memory during a load.
+    parameters: Any = tree_flatten(model.parameters())
     return Traits(
         footprint=Footprint(
-            weights_bytes=weights_bytes,
+            weights_bytes=sum(value.nbytes for _, value in parameters),
             layers=tuple(sizes),
             # Logits, log-probabilities of this step and the previous one, and arrays of sampling.
             logits_bytes=6 * 4 * int(logits.shape[-1]),
@@ -191,8 +182,28 @@ def measure(model: Any, weights_bytes: int) -> Traits:
         ),
         vocabulary_size=int(logits.shape[-1]),
         plain=plain,
-        prompts_together=together,
+        prompts_together=plain,
     )
+
+
+def try_batches(model: Any, traits: Traits) -> Traits:
+    """Compute one token with a model whose weights were read; a few more if it has caches other than plain key-value
+    caches. Return its traits.
+
+    Raises:
+        UnusableModelError: mlx-lm computes it wrongly in batches.
+    """
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=cache), [layer.state for layer in cache])
+    together = traits.plain or _agrees(model, prompts=2)
+    if not together and not _agrees(model, prompts=1):
+        kinds = _kinds(_flat(cache))
+        raise UnusableModelError(f"this version of mlx-lm computes it wrongly in batches ({kinds})", param="model")
+    return replace(traits, prompts_together=together)
+
+
+def _kinds(layers: Iterable[Any]) -> str:
+    return ", ".join(sorted({type(layer).__name__ for layer in layers}))
 
 
 def _agrees(model: Any, *, prompts: int) -> bool:
@@ -231,11 +242,12 @@ def stores_scores(layers: Sequence[Any]) -> bool:
     return memory.is_of_device() and any(key.dtype == mx.float32 or key.shape[-1] > CUDNN_HEAD_SIZE for key in keys)
 
 
-def _number(args: Any, name: str) -> int:
+def number_of(model: Any, name: str) -> int:
     """Return a size from the model's configuration; models with several parts have it one level deeper."""
+    args = getattr(model, "args", None)
     inner = getattr(args, "text_config", None)
-    logprobs = getattr(args, name, None) or (inner.get(name) if isinstance(inner, dict) else getattr(inner, name, None))
-    return logprobs if isinstance(logprobs, int) else 0
+    found = getattr(args, name, None) or (inner.get(name) if isinstance(inner, dict) else getattr(inner, name, None))
+    return found if isinstance(found, int) else 0
 
 
 def _flat(layers: Sequence[Any]) -> Iterator[Any]:

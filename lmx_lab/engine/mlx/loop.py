@@ -17,7 +17,6 @@ from lmx_lab.engine.memory import prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, MlxGeneration, MlxRow, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
-from lmx_lab.engine.mlx.kv_cache import STEP_TOKENS
 from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.sampling import Samplers
 from lmx_lab.engine.prefix_files import PrefixFiles
@@ -26,6 +25,7 @@ from lmx_lab.errors import EngineError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport
 from lmx_lab.values.outputs import PromptProgress
+from lmx_lab.values.plan import STEP_TOKENS
 from lmx_lab.values.timeline import StepKind
 
 log = logging.getLogger(__name__)

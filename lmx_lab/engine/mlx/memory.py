@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import mlx.core as mx
 
@@ -59,6 +60,21 @@ def return_freed() -> None:
     """Return freed memory that MLX and the C library keep for reuse to the operating system. Takes about 10 ms."""
     mx.clear_cache()
     return_freed_memory()
+
+
+def measure_bandwidth() -> float:
+    """Return the bytes per second that the device reads and writes when it copies memory."""
+    try:
+        source, rate = mx.ones(2**26), 0.0
+        mx.eval(source)
+        for _ in range(5):
+            began_at = time.perf_counter()
+            mx.eval(source + 1)
+            # Each number is read and written.
+            rate = max(rate, 2 * source.nbytes / (time.perf_counter() - began_at))
+        return rate
+    finally:
+        end_thread()
 
 
 def release() -> None:

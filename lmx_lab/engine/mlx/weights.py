@@ -12,47 +12,59 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes, dequantize_model
 
 from lmx_lab.engine import memory
 from lmx_lab.engine.cancellation import check_cancelled
+from lmx_lab.engine.mlx.kv_cache import number_of
 
 log = logging.getLogger(__name__)
 EXPANDED_SHARE = 0.6
 """Share of the memory limit, and of the free memory, that expanded weights may use. The rest is for caches and
 activations."""
+USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "n_experts_per_token", "moe_topk", "moe_top_k", "top_k")
+"""Names in the configurations of models for the number of experts that compute a token."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-def fit_weights(
-    model: Any, dtype: str, *, limit_bytes: int, before_each: Callable[[int], object] = lambda _: None
-) -> None:
-    """Convert the weights of a model, which have not been read from disk yet, and read them.
+def fit_weights(model: Any, dtype: str, *, limit_bytes: int, free_bytes: int | None = None) -> None:
+    """Convert the weights of a model, which have not been read from disk yet. Nothing is read or computed.
 
     Weights that ``auto`` would expand stay quantized if they do not fit; on a CPU their scales, and so the activations,
     are float32 then.
 
     Args:
         dtype: See ``Settings.dtype``.
+        free_bytes: Free memory of the machine; by default that of now.
+    """
+    target = DTYPES.get(dtype, mx.float32 if mx.default_device() == mx.cpu else None)
+    if target is None:
+        return
+    # Scales are converted first, so that the expanded weights have the precision of the wider type.
+    model.set_dtype(target)
+    free_bytes = memory.free_bytes() if free_bytes is None else free_bytes
+    needed, room = expanded_bytes(model, target), round(min(limit_bytes, free_bytes) * EXPANDED_SHARE)
+    if dtype in DTYPES or (dtype == "auto" and needed <= room):
+        dequantize_model(model)
+    elif dtype == "auto" and any("scales" in module for _, module in model.named_modules()):
+        log.info(
+            "weights stay quantized: expanded they would use %.2f GB, and %.2f GB are free for them",
+            needed / 1e9,
+            room / 1e9,
+        )
+
+
+def read_weights(model: Any, *, before_each: Callable[[int], object] = lambda _: None) -> None:
+    """Read the weights of a model from disk.
+
+    Args:
         before_each: Called before each weight is read, with the size of the weights that are left. An exception from it
             ends the load.
 
     Raises:
         NotLoadedError: the load was cancelled.
     """
-    target = DTYPES.get(dtype, mx.float32 if mx.default_device() == mx.cpu else None)
-    if target is not None:
-        # Scales are converted first, so that the expanded weights have the precision of the wider type.
-        model.set_dtype(target)
-        needed, room = expanded_bytes(model, target), round(min(limit_bytes, memory.free_bytes()) * EXPANDED_SHARE)
-        if dtype in DTYPES or (dtype == "auto" and needed <= room):
-            dequantize_model(model)
-        elif dtype == "auto":
-            log.info(
-                "weights stay quantized: expanded they would use %.2f GB, and %.2f GB are free for them",
-                needed / 1e9,
-                room / 1e9,
-            )
     # Evaluated one by one, so that only one weight at a time is in memory in both forms.
     parameters: Any = tree_flatten(model.parameters())
     left_bytes = sum(value.nbytes for _, value in parameters)
@@ -61,6 +73,21 @@ def fit_weights(
         before_each(left_bytes)
         mx.eval(value)
         left_bytes -= value.nbytes
+
+
+def read_bytes(model: Any) -> int:
+    """Return the size of the weights that are read for each token: one row of the embeddings, and of a layer with
+    experts the part that is used.
+    """
+    count, used = 0.0, max(number_of(model, name) for name in USED_EXPERTS)
+    is_tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
+    for _, module in model.named_modules():
+        size = sum(value.nbytes for value in module.values() if isinstance(value, mx.array))
+        if hasattr(module, "as_linear") and not is_tied:
+            continue
+        experts = getattr(module, "num_experts", 0) if isinstance(module, SwitchLinear | QuantizedSwitchLinear) else 0
+        count += size * min(1.0, used / experts) if used and experts else size
+    return round(count)
 
 
 def expanded_bytes(model: Any, dtype: mx.Dtype) -> int:

@@ -27,6 +27,8 @@ MAX_TEXT_BYTES = 2**20
 MAX_NAME_BYTES = 65_535
 MAX_ITEMS = 2**22
 """Number of items in all arrays together. Vocabularies have up to 300,000 tokens and as many merges."""
+MAX_LAYERS = 1024
+"""Arrays of numbers with at most this many items are kept: they have a number for each layer."""
 
 TEXT, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
@@ -64,7 +66,7 @@ class GgufHeader:
     path: Path
     size_bytes: int
     metadata: Mapping[str, Value]
-    """Metadata of the file; arrays are left out unless they were requested."""
+    """Metadata of the file; arrays of texts, and longer ones than ``MAX_LAYERS``, are left out unless requested."""
     tensors: tuple[GgufTensor, ...]
     table_offset: int = 0
     """Offset of the table of tensors in the file, which ends the metadata."""
@@ -113,7 +115,8 @@ def read_header(path: Path, *, arrays: bool = False) -> GgufHeader:
 
     Args:
         path: The file.
-        arrays: Whether to keep arrays in the metadata, such as the vocabulary; otherwise they are skipped.
+        arrays: Whether to keep all arrays in the metadata, such as the vocabulary; otherwise they are skipped, except
+            those with a number for each layer.
 
     Raises:
         UnusableModelError: it is not a GGUF file, has an unknown version or type, is truncated, or exceeds a limit.
@@ -204,7 +207,7 @@ class _Reader:
             self._skip_texts(count)
             return None
         layout = struct.Struct(f"<{count}{SCALARS[kind][1]}")
-        if self._arrays:
+        if self._arrays or count <= MAX_LAYERS:
             return list(layout.unpack(self._take(layout.size)))
         self._skip(layout.size)
         return None

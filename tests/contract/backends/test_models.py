@@ -43,6 +43,25 @@ async def test_models_are_loaded_listed_and_unloaded(reach, way, tiny_home):
         assert await loaded(lab) == []
 
 
+async def test_a_plan_names_the_models_that_have_to_leave(reach, tiny_home):
+    async with reach(tiny_home, None) as (lab, served):
+        alone = await lab.aplan("tiny")
+        assert (alone.fits, alone.model, alone.engine, alone.on_disk) == ("now", "tiny", "mlx", True)
+    async with reach(tiny_home, "tiny", memory_limit_bytes=alone.needed_bytes + 10**6) as (lab, served):
+        plan = await lab.aplan("tiny-two", context_length=200)
+        assert (
+            plan
+            == await served.aplan("tiny-two", context_length=200)
+            == await asyncio.to_thread(lab.plan, tiny_home / "models" / "tiny-two", context_length=200)
+        )
+        assert (plan.fits, plan.unload) == ("after-unloading", ("tiny",))
+        assert await loaded(lab) == ["tiny"]
+        with pytest.raises(ModelNotFoundError):
+            await lab.aplan("no-such")
+        with pytest.raises(InvalidRequestError, match="contex_length"):
+            await lab.aplan("tiny", contex_length=5)
+
+
 async def test_panels_load_and_unload_while_the_callers_loop_is_blocked(reach, tiny_home):
     def blocked(work):
         return lab.workbench.submit(work).result(60)

@@ -1,8 +1,6 @@
 """Loads succeed or fail in the same way, and embedding models stay beside chat models, for all pairs of engines."""
 
 import asyncio
-import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +30,7 @@ from tests.support.engines import (
     until_idle,
 )
 from tests.support.gguf import unknown_architecture
-from tests.support.models import write_tiny_bert
+from tests.support.models import write_huge_llama, write_tiny_bert
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SENTENCES = ("the sea is salty", "bread is baked from flour", "a cat sleeps on the warm stone", "Ünïcode, CAFÉ 東京!")
@@ -45,11 +43,9 @@ FINGERPRINTS = {"mlx": "mlx-", "gguf": "llama.cpp-", "echo": "echo-"}
 def broken(tmp_path_factory, chat_models):
     """Models that fail only when their weights are read."""
     folder = tmp_path_factory.mktemp("broken")
-    shutil.copytree(chat_models["mlx"].path, folder / "mlx")
-    config = json.loads((chat_models["mlx"].path / "config.json").read_text())
-    (folder / "mlx" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    nan = {"embeddings.LayerNorm.weight": np.full(32, np.nan, np.float32)}
     return {
-        "mlx": replace(chat_models["mlx"], id="broken", path=folder / "mlx"),
+        "mlx": replace(write_tiny_bert(folder / "mlx", change=nan), id="broken"),
         "gguf": entry_of(unknown_architecture(chat_models["gguf"].path, folder), "broken"),
     }
 
@@ -116,7 +112,9 @@ async def test_a_load_may_limit_the_context(long_models, embedders, model_format
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-async def test_a_failed_load_leaves_nothing_in_memory(chat_models, long_models, embedders, broken, format_):
+async def test_a_failed_load_leaves_nothing_in_memory(
+    chat_models, long_models, embedders, broken, *, format_, tmp_path
+):
     async with ModelManager(FEW) as manager:
         with pytest.raises(UnusableModelError, match=r"; no model is loaded$") as failed:
             await load_entry(manager, broken[format_])
@@ -129,8 +127,11 @@ async def test_a_failed_load_leaves_nothing_in_memory(chat_models, long_models, 
                 await load_entry(manager, broken[format_])
         assert manager.snapshot.memory_used_bytes < used * 1.5
         # A model that is too large is refused before the other one is unloaded.
+        huge = replace(long_models["gguf"], id="huge", size_bytes=60 * 10**9)
+        if format_ == "mlx":
+            huge = write_huge_llama(tmp_path / "huge", chat_models["mlx"].path)
         with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, and 1\.07 GB are allowed"):
-            await load_entry(manager, replace(long_models[format_], id="huge", size_bytes=60 * 10**9))
+            await load_entry(manager, huge)
         # So is one without files, also as a model beside it.
         with pytest.raises(UnusableModelError):
             await pin(manager, replace(embedders[format_], id="gone", path=broken[format_].path.parent / "gone.gguf"))

@@ -1,6 +1,7 @@
 """The planned context length fits in memory, for any header."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from lmx_lab.engine.llama_cpp.memory_plan import (
     MIN_SLOT_TOKENS,
     MIN_TOKENS,
     STEP_BYTES,
-    STEP_TOKENS,
     TEXTS_AT_ONCE,
     is_batch_invariant,
-    kv_bytes_per_token,
+    layer_caches,
     plan_context,
 )
 from lmx_lab.errors import OutOfMemoryError
 from lmx_lab.values.models import LoadSpec, ModelEntry
+from lmx_lab.values.plan import STEP_TOKENS, kv_bytes_per_token
 from lmx_lab.weights.facts import POOLING_LAST, POOLING_RANK
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor
 
@@ -32,7 +33,8 @@ VOCABULARY = 1000
 
 def header(**values):
     shape = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4} | values
-    metadata = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in shape.items()}}
+    known = {f"llama.{key}": value for key, value in shape.items() if value is not None}
+    metadata = {"general.architecture": "llama", **known}
     embedding = GgufTensor(
         name="token_embd.weight", shape=(64, VOCABULARY), type="F32", offset=0, size_bytes=4 * 64 * VOCABULARY
     )
@@ -56,21 +58,77 @@ PER_TOKEN = 4 * 4 * (16 + 16) * 2
         ({}, PER_TOKEN),
         ({"attention.head_count_kv": 2}, PER_TOKEN // 2),
         ({"attention.key_length": 32, "attention.value_length": 8}, 4 * 4 * (32 + 8) * 2),
-        # Models with a different number in each layer have an array here: an upper bound.
-        ({"attention.head_count": 0}, 4 * 1 * (64 + 64) * 2),
+        ({"attention.head_count_kv": [4, 0, 2, 0]}, PER_TOKEN // 4 + PER_TOKEN // 8),
+        ({"attention.head_count": None}, 4 * 1 * (64 + 64) * 2),
+        ({"attention.head_count": 0}, 0),
         ({"block_count": 0}, 0),
+        # Latent attention: the values are a part of the keys.
+        ({"attention.head_count_kv": 1, "attention.key_length": 40, "attention.key_length_mla": 24}, 4 * 40 * 2),
+        # Layers that use the caches of earlier ones.
+        ({"attention.shared_kv_layers": 1}, PER_TOKEN * 3 // 4),
     ],
 )
-def test_the_cache_of_a_token_has_keys_and_values_of_all_layers(values, expected):
-    assert kv_bytes_per_token(header(**values)) == expected
+def test_the_cache_of_a_token_has_keys_and_values_of_all_layers_with_attention(values, expected):
+    assert kv_bytes_per_token(layer_caches(header(**values))) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "windows"),
+    [
+        ("gemma2", {}, [0, 2]),
+        ("cohere2", {}, [0, 1, 2]),
+        # A file may contain another period than is usual for its architecture, or the layers themselves.
+        ("gemma3", {"attention.sliding_window_pattern": 2}, [0, 2]),
+        ("gpt-oss", {"attention.sliding_window_pattern": [True, True, False, True]}, [0, 1, 3]),
+        ("llama", {}, []),
+    ],
+)
+def test_layers_with_a_sliding_window_stop_growing(architecture, values, windows):
+    shape = header(**{"attention.sliding_window": 1000} | values)
+    renamed = {key.replace("llama.", f"{architecture}.", 1): value for key, value in shape.metadata.items()}
+    layers = layer_caches(replace(shape, metadata=renamed | {"general.architecture": architecture}))
+    assert [at for at, layer in enumerate(layers) if layer.window_tokens is not None] == windows
+    # A window and one step of the prompt, rounded up.
+    assert {layers[at].bytes(100_000) for at in windows} <= {1280 * PER_TOKEN // 4}
+
+
+SSM = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.group_count": 1}
+SSM_BYTES = (3 * (128 + 2 * 16) + 16 * 128) * 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "states", "attending"),
+    [
+        ("mamba", SSM | {"attention.head_count": 0}, {SSM_BYTES: 4}, 0),
+        ("jamba", SSM | {"attention.head_count_kv": [0, 4, 0, 0]}, {SSM_BYTES: 3}, 1),
+        ("falcon-h1", SSM, {SSM_BYTES: 4}, 4),
+        ("qwen3next", SSM, {SSM_BYTES: 3}, 1),
+        ("qwen3next", SSM | {"full_attention_interval": 2}, {SSM_BYTES: 2}, 2),
+        # Its layers are attention, a state, or a feed-forward network.
+        (
+            "nemotron_h",
+            SSM | {"attention.head_count_kv": [0, 4, 0, 0], "feed_forward_length": [0, 0, 96, 0]},
+            {SSM_BYTES: 2},
+            1,
+        ),
+        ("lfm2", {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 4, 0, 4]}, {64 * 2 * 4: 2}, 2),
+        ("rwkv7", {"wkv.head_size": 8, "attention.head_count": 0}, {64 * (2 + 8) * 4: 4}, 0),
+        ("arwkv7", {"wkv.head_size": 8, "attention.head_count": 0}, {64 * (1 + 8) * 4: 4}, 0),
+    ],
+)
+def test_recurrent_layers_have_a_state_of_a_fixed_size(architecture, values, states, attending):
+    renamed = {key.replace("llama.", f"{architecture}.", 1): value for key, value in header(**values).metadata.items()}
+    layers = layer_caches(replace(header(), metadata=renamed | {"general.architecture": architecture}))
+    assert Counter(layer.fixed_bytes for layer in layers if layer.fixed_bytes) == states
+    assert sum(layer.bytes_per_token > 0 for layer in layers) == attending
 
 
 @pytest.mark.parametrize(("dtype", "block_bytes"), [("q8_0", 34), ("q4_0", 18)])
 def test_in_the_same_memory_a_quantized_cache_has_more_tokens(dtype, block_bytes):
     heads = {"attention.head_count": 2}
-    per_token = kv_bytes_per_token(header(**heads), dtype)
+    per_token = kv_bytes_per_token(layer_caches(header(**heads), dtype))
     assert per_token == 4 * 2 * (1 + 1) * block_bytes
-    limit = FIXED + kv_bytes_per_token(header(**heads)) * 8 * 4096
+    limit = FIXED + kv_bytes_per_token(layer_caches(header(**heads))) * 8 * 4096
     plain, quantized = (
         plan_context(
             entry(context=131_072),

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes
 
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from tests.support.engines import finish, generating, manager_with, mlx_thread, numbers, request, run, until_written
+from tests.support.models import write_mlx_model
 
 pytestmark = pytest.mark.anyio
 SHARED = {"vocab_size": 49152, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 1024}
@@ -46,19 +42,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder, config, tokenizer_from):
-    """Write a model of this architecture with random weights and SmolLM2's tokenizer."""
-    mx.random.seed(0)
-    model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
-    weights = {name: mx.random.normal(value.shape) * 0.2 for name, value in tree_flatten(model.parameters())}
-    folder.mkdir(parents=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [2]}))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer_from / name, folder / name)
-
-
 LONG = numbers(90)
 OTHER_TURN = replace(LONG, tokens=(*LONG.tokens[:60], *range(5000, 5040)))
 """A prompt that shares only the first tokens, for which most of these caches cannot be used."""
@@ -68,7 +51,7 @@ OTHER_TURN = replace(LONG, tokens=(*LONG.tokens[:60], *range(5000, 5040)))
 async def other(request, tmp_path, tiny):
     config = {**SHARED, **CONFIGS[request.param]}
     # On a thread of its own, whose MLX stream ends with it.
-    await asyncio.to_thread(write_model, tmp_path / "models" / request.param, config, tiny.path)
+    await asyncio.to_thread(write_mlx_model, tmp_path / "models" / request.param, config, tiny.path)
     async with manager_with(Catalog(Settings(home=tmp_path)).resolve(request.param), Settings(slots=4)) as manager:
         yield manager
 

@@ -18,11 +18,12 @@ from lmx_lab.engine import memory as machine
 from lmx_lab.engine.memory import LEAST_BYTES, Budget
 from lmx_lab.engine.mlx import kv_cache, memory
 from lmx_lab.engine.mlx.engine import MlxEngine
-from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint, LayerCache
+from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Footprint
 from lmx_lab.engine.model import EngineHost
 from lmx_lab.errors import ContextLengthError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
+from lmx_lab.values.plan import LayerCache
 from lmx_lab.values.tracing import Activations
 from lmx_lab.weights.fingerprint import with_marks
 from tests.support.engines import finish, load_entry, numbers, request, run

@@ -10,12 +10,14 @@ from lmx_lab.instrument.traces import ActivationCache
 from lmx_lab.notebook.reply import ReplyStream
 from lmx_lab.notebook.results import ModelList
 from lmx_lab.values.models import LoadReport
+from lmx_lab.values.plan import LoadPlan
 
 
 def blocking() -> Iterator[str]:
     with lmx_lab.attach("http://127.0.0.1:8400") as lab:
         assert_type(lab.load("tiny", engine="mlx"), LoadReport)
         assert_type(lab.models(), ModelList)
+        assert_type(lab.plan("tiny", context_length=8192), LoadPlan)
         assert_type(lab.trace("text", "blocks.*.hook_resid_post", positions=-1), ActivationCache)
         assert_type(lab.evaluate(["a"], "{text}", answer="text"), Evaluation)
         assert_type(lab.chat("hi"), Reply)

@@ -1,0 +1,179 @@
+"""Plan a load: what a model would use in memory, by the headers of its files, and whether there is room for it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from lmx_lab.engine.engines import EngineRow, choose_engine, engine_for
+from lmx_lab.engine.find import choose_format, from_disk, gpu_of_mlx, preferred_engine
+from lmx_lab.engine.model import Engine
+from lmx_lab.engine.speeds import memory_bandwidth, read_speeds
+from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
+from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot, ModelState
+from lmx_lab.values.models import EngineChoice, EngineName, LoadSpec, ModelEntry
+from lmx_lab.values.plan import Fit, LoadPlan, find_room
+from lmx_lab.weights import Catalog
+from lmx_lab.weights.files import in_thread
+
+MLX_ENGINE = "lmx_lab.engine.mlx.engine"
+
+
+async def plan_load(
+    spec: LoadSpec,
+    *,
+    settings: Settings,
+    catalog: Catalog,
+    engine: Callable[[EngineName], Engine],
+    now: EngineSnapshot,
+    local: bool,
+) -> LoadPlan:
+    """Return what a load would use in memory, and whether there is room for it. Nothing is downloaded, and no weights
+    are read: of a model that is only on the hub, the headers are read.
+
+    Args:
+        engine: Returns an engine. Blocks.
+        now: The models in memory.
+        local: Whether the caller is on this machine, and may name paths and models of the hub.
+
+    Raises:
+        ModelNotFoundError: the model is neither on disk nor on the hub, or the hub cannot be reached.
+        UnusableModelError: its files cannot be used, or no engine that is installed here runs it with these options.
+        NotLoadedError: the disk does not answer.
+    """
+    with ExitStack() as headers:
+        find = functools.partial(_find, settings=settings, catalog=catalog, now=now, local=local, headers=headers)
+        entry, on_disk = await find(spec)
+        row = choose_engine(entry, spec)
+        if (problem := row.problem()) is not None:
+            raise UnusableModelError(problem, param="model")
+        if spec.draft is not None and entry.format != "echo":
+            choice: EngineChoice = "mlx" if row.name == "mlx" else "llama.cpp"
+            draft_spec = LoadSpec(model=spec.draft, engine=choice)
+            try:
+                draft, _ = await find(draft_spec)
+                choose_engine(draft, draft_spec)
+            except (ModelNotFoundError, UnusableModelError) as exc:
+                raise type(exc)(f"the draft model cannot be used: {exc.message}", param="draft") from exc
+            entry = replace(entry, draft=draft)
+        names = [row.name, *(engine_for(model.entry.format).name for model in now.models)]
+        chosen, *others = await in_thread(lambda: [engine(name) for name in names])
+        beside = _models_beside(entry, chosen, zip(now.models, others, strict=True))
+        limit_bytes = chosen.memory.limit
+        pinned_bytes = sum(model.memory_bytes for model in beside if model.pinned)
+        plan = await chosen.plan(entry, spec, room_bytes=limit_bytes - pinned_bytes)
+    resident, unpinned = settings.resident, sum(not model.pinned for model in beside)
+    surplus = 0 if resident == "auto" else max(0, unpinned + 1 - resident)
+    fits, unload = find_room(plan.needed_bytes, limit_bytes, beside, surplus=surplus)
+    speed = None
+    if plan.read_bytes:
+        speed = await in_thread(lambda: _bandwidth(settings, row.name)) / plan.read_bytes
+    return replace(plan, on_disk=on_disk, limit_bytes=limit_bytes, fits=fits, unload=unload, tokens_per_second=speed)
+
+
+async def _find(
+    spec: LoadSpec, *, settings: Settings, catalog: Catalog, now: EngineSnapshot, local: bool, headers: ExitStack
+) -> tuple[ModelEntry, bool]:
+    """Return the files that a load would use, and whether they are on the disk. Others are opened within ``headers``,
+    if they are on the hub.
+    """
+    name = spec.model
+    try:
+        entries, preferred = await from_disk(
+            lambda: (
+                catalog.find_formats(name, local=local, all_formats=spec.engine != "auto"),
+                preferred_engine(read_speeds(settings), spec),
+            ),
+            name,
+        )
+    except (ModelNotFoundError, UnusableModelError):
+        if not (local and settings.downloads and catalog.can_fetch(name)):
+            raise
+        try:
+            opened = catalog.open_headers(name)
+            return await in_thread(lambda: headers.enter_context(opened), name="lmx-lab-hub"), False
+        except DownloadError as exc:
+            raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc
+    # If none has the format for the required engine, the engine refuses the first one.
+    loaded = [model.entry for model in now.models]
+    return choose_format(entries, spec, preferred, loaded) or entries[0], True
+
+
+class FitList:
+    """Finds out which of the models on the disk fit. The memory that each of them needs is kept while its files do not
+    change, because it takes up to a second to read.
+
+    Args:
+        engine: Returns an engine. Blocks.
+    """
+
+    def __init__(self, engine: Callable[[EngineName], Engine], *, limit_s: float = 0.5) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+        self._needed: dict[tuple[Path, int, int], int | None] = {}
+        """Memory by path, time and size of a model; None for a model that cannot be loaded."""
+
+    async def read(self, entries: Sequence[ModelEntry], now: EngineSnapshot) -> dict[Path, Fit]:
+        """Return whether models fit, by path. Those that are not read within ``limit_s`` are left out; the next call
+        continues.
+
+        Models of MLX are left out until MLX is imported for another reason, because that takes seconds.
+        """
+        until, found = time.monotonic() + self._limit_s, dict[Path, Fit]()
+        rows = {row.name: row for row in map(engine_for, {entry.format for entry in entries}) if _is_usable(row)}
+        names = [*rows, *(engine_for(model.entry.format).name for model in now.models)]
+        engines = await in_thread(lambda: {name: self._engine(name) for name in names})
+        in_memory = [(model, engines[engine_for(model.entry.format).name]) for model in now.models]
+        for entry in entries:
+            if (name := engine_for(entry.format).name) not in rows:
+                continue
+            engine, key = engines[name], (entry.path, entry.modified_at, entry.size_bytes)
+            limit_bytes = engine.memory.limit
+            if key not in self._needed:
+                if time.monotonic() >= until:
+                    continue
+                try:
+                    plan = await engine.plan(entry, LoadSpec(model=entry.id), room_bytes=limit_bytes)
+                    self._needed[key] = plan.needed_bytes
+                except LabError:
+                    self._needed[key] = None
+            if (needed := self._needed[key]) is not None:
+                found[entry.path], _ = find_room(needed, limit_bytes, _models_beside(entry, engine, in_memory))
+        return found
+
+
+def _is_usable(row: EngineRow) -> bool:
+    """Return whether an engine is installed and, if it is slow to import, is already imported."""
+    return row.problem() is None and (row.name != "mlx" or MLX_ENGINE in sys.modules)
+
+
+def _models_beside(entry: ModelEntry, engine: Engine, models: Iterable[tuple[ModelState, Engine]]) -> list[ModelState]:
+    """Return the models in the same memory. The model itself, if it is in memory, makes room for its load."""
+    others = [(model, other) for model, other in models if not is_same(model.entry, entry)]
+    return [model for model, other in others if share_memory(engine, other)]
+
+
+def is_same(entry: ModelEntry, other: ModelEntry) -> bool:
+    """Return whether two models cannot be in memory together, because requests could not tell them apart."""
+    return entry.path == other.path or entry.id == other.id
+
+
+def share_memory(engine: Engine, other: Engine) -> bool:
+    """Return whether the models of two engines use the same memory. Models of MLX may be in the memory of a GPU."""
+    return engine is other or not (engine.memory.is_of_device or other.memory.is_of_device)
+
+
+def _bandwidth(settings: Settings, engine: EngineName) -> float:
+    """Return the memory bandwidth of the device on which an engine computes; see ``memory_bandwidth``."""
+    if engine != "mlx" or (gpu := gpu_of_mlx()) is None:
+        return memory_bandwidth(settings)
+    # Imported here, because MLX is slow to import.
+    from lmx_lab.engine.mlx.memory import measure_bandwidth
+
+    return memory_bandwidth(settings, gpu, measure_bandwidth)
