@@ -293,6 +293,8 @@ class ModelManager:
         """How to load the models again that were unloaded because they were idle, by id."""
         self._changing = asyncio.Lock()
         """Held by the change that is in progress."""
+        # Models are read into memory one at a time, so that the memory of the others is known, and none is there twice.
+        self._entering = asyncio.Lock()
         self._loads: list[Change[LoadReport]] = []
         """The loads that are in progress or wait for another change."""
         self._unloading: Change[int] | None = None
@@ -374,8 +376,7 @@ class ModelManager:
         # twice.
         totals = replace(self._ended_totals)
         now = self._now
-        if (change := self._change) is not None and change.beside:
-            change = None
+        change = self._change
         draining = change.drain if change is not None and change.stage == "draining" else None
         states = [
             model.state(unloading=draining.state if draining is not None and draining.model is model else None)
@@ -645,14 +646,20 @@ class ModelManager:
                 if it.entry is not None and not it.beside and it.entry.path != entry.path:
                     error = NotLoadedError(f"the load of {it.entry.id} was cancelled: {entry.id} is loaded instead")
                     it.cancel(error, restores=False)
-        if self._lending is not None if change.beside else if_busy == "refuse":
+        if change.beside:
+            if change.files is None:
+                await change.run(self._finder.check(entry))
+            if self._lending is not None:
+                self._check_free()
+            self._report(load_progress(entry))
+            return await change.run(self._load_beside(entry, spec, engine))
+        if if_busy == "refuse":
             self._check_free()
         async with self._in_progress(change):
             if change.files is None:
                 await change.run(self._finder.check(entry))
             self._report(load_progress(entry))
-            report = await self._load_in_turn(change, entry, spec, engine, finish_queued=finish_queued)
-            return replace(report, context_length=None) if change.beside else report
+            return await self._load_in_turn(change, entry, spec, engine, finish_queued=finish_queued)
 
     async def _share(
         self, change: Change[LoadReport], other: Change[LoadReport], entry: ModelEntry, spec: LoadSpec
@@ -716,11 +723,11 @@ class ModelManager:
         """Load a model, after others have left memory for it; if that fails, load those again."""
         change.check()
         present = await self._find_loaded(entry, spec)
-        if present is not None and (change.beside or not self._replaces_main(present)):
+        if present is not None and not self._replaces_main(present):
             return self._use_again(present, entry, change)
         # A model that cannot be loaded is refused while the others still answer.
         started, main = self._loop.time(), self._now.main
-        leaving = await change.run(self._choose_leaving(change, entry, engine, present))
+        leaving = await change.run(self._choose_leaving(entry, spec, engine, present))
         checked_s = self._loop.time() - started
         await change.run(self._load_missing(besides=entry))
         left: list[Model] = []
@@ -733,15 +740,9 @@ class ModelManager:
                         self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
                 # Others leave in place of a model that was pinned in the meantime.
                 stayed = any(model not in left for model in leaving)
-                leaving = await change.run(self._choose_leaving(change, entry, engine, present)) if stayed else []
+                leaving = await change.run(self._choose_leaving(entry, spec, engine, present)) if stayed else []
             change.stage = "loading"
-            if present is not None:
-                return self._use_again(present, entry, change)
-            report = await change.run(self._enter(entry, spec, engine, as_main=not change.beside))
-            before = next((model for model in (*left, *self._missing) if is_same(model.entry, entry)), None)
-            if before is not None:
-                self._now.loaded[-1].keep_as(before, spec)
-                self._missing = [model for model in self._missing if model is not before]
+            report = await change.run(self._enter(entry, spec, engine, as_main=True, like=left))
             return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
         except LabError as exc:
             # Not the exception, which refers to this frame, and so to the models that have left.
@@ -755,7 +756,7 @@ class ModelManager:
         return _is_beside(model) and model is not self._now.main
 
     async def _choose_leaving(
-        self, change: Change[LoadReport], entry: ModelEntry, engine: Engine, present: Model | None
+        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, present: Model | None
     ) -> list[Model]:
         """Let the engine check a model, and return the models that leave memory for it.
 
@@ -765,21 +766,19 @@ class ModelManager:
         Raises:
             OutOfMemoryError: the model does not fit next to those that are pinned.
         """
-        assert change.spec is not None
         resident, models = self.settings.resident, self._now.models
         same = [model for model in models if is_same(model.entry, entry) and model is not present]
         others = [model for model in models if not model.pinned and model not in same]
         others.sort(key=lambda model: (model.admission.active > 0, model.admission.used_at))
-        # Pinned models do not count. An encoder that is pinned next to the only other model does not remove it.
-        surplus = 0 if resident == "auto" or change.spec.pin else max(0, len(others) + 1 - resident)
-        most = 0 if change.beside and resident == 1 else len(others)
-        for count in range(surplus, most + 1):
+        # Pinned models do not count.
+        surplus = 0 if resident == "auto" or spec.pin else max(0, len(others) + 1 - resident)
+        for count in range(surplus, len(others) + 1):
             leaving = [*same, *others[:count]]
             without = leaving if present is None else [*leaving, present]
             try:
-                await self._check_loadable(entry, change.spec, engine, self._room_bytes(engine, without=without))
+                await self._check_loadable(entry, spec, engine, self._room_bytes(engine, without=without))
             except OutOfMemoryError as exc:
-                if count < most:
+                if count < len(others):
                     continue
                 pinned = [model.entry.id for model in models if model.pinned and model not in without]
                 if not pinned:
@@ -812,10 +811,10 @@ class ModelManager:
         return outcome
 
     async def _reload(self, model: Model, *, as_main: bool) -> None:
-        entry, spec, engine = model.entry, model.spec, self.engine(engine_for(model.entry.format).name)
+        """Load a model again that has left memory, unless it was loaded in another way in the meantime."""
+        entry, spec, engine = model.entry, model.spec_now, self.engine(engine_for(model.entry.format).name)
         await self._check_loadable(entry, spec, engine, self._room_bytes(engine))
-        await self._enter(entry, spec, engine, as_main=as_main)
-        self._now.loaded[-1].keep_as(model)
+        await self._enter(entry, spec, engine, as_main=as_main, replaces=False)
 
     def _room_bytes(self, engine: Engine, *, without: Sequence[Model] = ()) -> int:
         """Return the memory that a model may use next to those in memory.
@@ -835,26 +834,56 @@ class ModelManager:
         check = engine.check(entry, spec, room_bytes=room_bytes)
         await within_limit(check, entry, self.settings.load_timeout_s)
 
-    async def _enter(self, entry: ModelEntry, spec: LoadSpec, engine: Engine, *, as_main: bool) -> LoadReport:
-        """Read a model into memory; it is the last one of ``InMemory.loaded`` then.
+    async def _enter(
+        self,
+        entry: ModelEntry,
+        spec: LoadSpec,
+        engine: Engine,
+        *,
+        as_main: bool,
+        like: Sequence[Model] = (),
+        replaces: bool = True,
+    ) -> LoadReport:
+        """Read a model into memory, unless it is there; return the report of the load.
 
         Args:
             as_main: Whether it becomes the main model even if there is one.
+            like: Models that have left memory. The same one among them says how long this one stays.
+            replaces: Whether it replaces the same model with other options.
         """
-        started = self._loop.time()
-        entry = await in_thread(functools.partial(with_marks, entry))
-        load = engine.load(entry, spec, room_bytes=self._room_bytes(engine))
-        model = await within_limit(load, entry, self.settings.load_timeout_s)
-        if (lost := model.lost) is not None:
-            raise type(lost)(lost.message)
-        model.admission.touch()
-        self._idle_specs.pop(entry.id, None)
-        self._now = replace(self._now, loaded=(*self._now.loaded, model))
-        if as_main or (self._now.main is None and not _is_beside(model)):
-            self._now = replace(self._now, main=model, failure=None, unloaded=None)
-        if as_main:
-            self._lost_main = None
-        return _load_report(model, entry, self._loop.time() - started)
+        started, same = self._loop.time(), None
+        async with self._entering:
+            model = await self._find_loaded(entry, spec)
+            if model is None:
+                same = next((other for other in self._now.models if is_same(other.entry, entry)), None)
+                if same is not None and not replaces:
+                    return _load_report(same, entry, 0.0)
+                files = await in_thread(functools.partial(with_marks, entry))
+                room_bytes = self._room_bytes(engine, without=[] if same is None else [same])
+                load = engine.load(files, spec, room_bytes=room_bytes)
+                model = await within_limit(load, entry, self.settings.load_timeout_s)
+                if (lost := model.lost) is not None:
+                    raise type(lost)(lost.message)
+                before = (it for it in (same, *like, *self._missing) if it is not None and is_same(it.entry, entry))
+                if (known := next(before, None)) is not None:
+                    model.keep_as(known, spec)
+                self._missing = [it for it in self._missing if not is_same(it.entry, entry)]
+                self._idle_specs.pop(entry.id, None)
+            else:
+                self._keep(model, pin=spec.pin, ttl_s=spec.ttl_s)
+            model.admission.touch()
+            now, main = self._now, self._now.main
+            others = (other for other in now.loaded if other is not model and other is not same)
+            self._now = replace(now, loaded=(*others, model))
+            if as_main or (main is None and not _is_beside(model)) or (main is not None and main is same):
+                self._now = replace(self._now, main=model, failure=None, unloaded=None)
+            if as_main:
+                self._lost_main = None
+        self._set_idle_timer()
+        report = _load_report(model, entry, self._loop.time() - started)
+        if same is not None:
+            await self._drop(same, NotLoadedError(f"{entry.id} was loaded again with other options"))
+        return report
 
     async def _drop(self, model: Model, error: LabError) -> int:
         """Unload a model that was removed from ``_now``; return the bytes that this released."""
@@ -949,12 +978,17 @@ class ModelManager:
                 self._missing = [other for other in self._missing if other is not model]
                 self._report(ModelEvent(model=model.entry.id, stage="loaded"))
 
-    async def _reload_missing(self, model: Model) -> None:
-        """Load a pinned model again that its engine has lost, as soon as no other load or unload is in progress."""
-        spec = replace(model.spec, pin=True)
-        change: Change[LoadReport] = Change(kind="load", name=spec.model, done=self._loop.create_future(), spec=spec)
-        async with self._in_progress(change):
-            await self._load_missing()
+    async def _load_beside(self, entry: ModelEntry, spec: LoadSpec, engine: Engine) -> LoadReport:
+        """Load an encoder that stays next to the main model, in memory that is free. Other loads and unloads need not
+        wait for it.
+        """
+        started = self._loop.time()
+        if await self._find_loaded(entry, spec) is None:
+            same = [model for model in self._now.models if is_same(model.entry, entry)]
+            await self._check_loadable(entry, spec, engine, self._room_bytes(engine, without=same))
+        checked_s = self._loop.time() - started
+        report = await self._enter(entry, spec, engine, as_main=False)
+        return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms, context_length=None)
 
     # Unloads
 
@@ -1139,7 +1173,7 @@ class ModelManager:
             self._schedule_next()
 
     def _check_free(self) -> None:
-        """Check that no load or unload is in progress. One of a pinned encoder does not last long.
+        """Check that no load or unload is in progress, except those of pinned encoders.
 
         Raises:
             ModelBusyError: one is in progress.
@@ -1147,8 +1181,6 @@ class ModelManager:
         if not self._changing.locked():
             return
         change, remedy = self._change, "try again when that is done"
-        if change is not None and change.beside:
-            return
         loads = change is not None and change.kind == "load"
         doing = f"{change.model} is being loaded" if change is not None and loads else "the model is being unloaded"
         if change is not None and change.drain is not None and change.stage == "draining":
@@ -1254,7 +1286,7 @@ class ModelManager:
             message = f"the engine lost {which}; {'it is loaded again' if reloads else remedy}"
             self._report(ModelEvent(model=name, stage="unloaded", message=message))
             if reloads:
-                self._start_reload(self._reload_missing(model))
+                self._start_reload(self._load_missing())
         elif out_of_memory:
             self._report(ModelEvent(model=name, stage="unloaded", message="out of memory"))
         self._schedule_next()
