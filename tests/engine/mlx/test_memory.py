@@ -181,7 +181,7 @@ async def test_memory_far_above_the_limit_unloads_the_model(shared_memory):
         await shared_memory.answer()
     assert memory.used_bytes() < used - 0.95 * loaded
     assert shared_memory.chat.memory_bytes == 0
-    await auntil(lambda: shared_memory.lost == [(shared_memory.chat, False)])
+    await auntil(lambda: shared_memory.lost == [(shared_memory.chat,)])
     with pytest.raises(OutOfMemoryError, match="tiny was unloaded"):
         await shared_memory.answer()
 
