@@ -57,7 +57,10 @@ def load(
     ] = None,
     pin: Annotated[
         bool | None,
-        typer.Option("--pin/--no-pin", help="Whether no other load unloads the model. By default it stays as it is."),
+        typer.Option(
+            "--pin/--no-pin",
+            help="Keep the model in memory until it is unloaded by request, or not. By default unchanged.",
+        ),
     ] = None,
     ttl: Annotated[
         str | None, typer.Option(help="Seconds without a request after which the model is unloaded, or never.")

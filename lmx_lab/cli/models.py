@@ -1,5 +1,5 @@
-"""Provide ``lmx-lab pull``, ``quantize``, ``models``, ``plan`` and ``storage``: download, copy, list, plan the load of
-and delete models.
+"""Provide ``lmx-lab pull``, ``quantize``, ``models``, ``plan`` and ``storage``: download, copy, list and delete models,
+and plan their loads.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Own the models in memory: load and unload them, and pass each request to the model that answers it.
 
 Everything runs on one event loop in a thread, except what reads the published state. Loads and unloads happen one at a
-time. Nothing polls except ``Budget.watch``: a model reports when its engine loses it, ``AdmissionControl`` reports when
-it has no requests left, and timers are set to known points in time.
+time, except the loads of pinned encoders. Nothing polls except ``Budget.watch``: a model reports when its engine loses
+it, ``AdmissionControl`` reports when it has no requests left, and timers are set to known points in time.
 
 The model that was loaded last is the main one: it answers requests that name none. ``Settings.resident`` models stay in
 memory, besides those that are pinned. For a load beyond that, or if memory is short, the model that was used least
-recently leaves.
+recently is unloaded.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ class ModelManager:
         )
 
     def _memory(self, main: Model | None) -> EngineMemory:
-        """Return the memory of all engines together; whether it is of a device is said of the main model's."""
+        """Return the memory of all engines together. ``is_of_device`` is that of the main model's engine."""
         total, limit, used, is_of_device = self._machine_bytes, 0, 0, False
         for name, engine in list(self._engines.items()):
             memory, engine_used = engine.memory, self._used_bytes(name)
@@ -499,7 +499,7 @@ class ModelManager:
         finish_queued: bool = False,
         if_busy: IfBusy = "refuse",
     ) -> LoadReport:
-        """Load a model, which becomes the main one; a pinned encoder only stays next to it.
+        """Load a model, which becomes the main one. A pinned encoder only stays next to it, in memory that is free.
 
         If more than ``Settings.resident`` models would be in memory, or too little of it is left, models that are not
         pinned leave first: those without requests, the least recently used first, then the others, whose running
@@ -938,7 +938,7 @@ class ModelManager:
         return await self._run(keep)
 
     def _keep(self, model: Model, *, pin: bool | None, ttl_s: TimeToLive | None) -> None:
-        """Change how long a model stays in memory. If it is about to leave, a pin lets it stay.
+        """Change how long a model stays in memory. If it is about to be unloaded, a pin keeps it in memory.
 
         Raises:
             ModelBusyError: the model is pinned while it is being unloaded by request.
@@ -953,7 +953,7 @@ class ModelManager:
             model.admission.touch()
 
     def _forget_missing(self, name: str, *, local: bool) -> Model | None:
-        """Do not load the pinned model of this name again, which its engine has lost. Return it, if there is one."""
+        """Return the pinned model of this name that its engine has lost, and do not load it again. None without one."""
         id_ = loaded_id(name, [model.entry for model in self._missing], local=local)
         found = next((model for model in self._missing if model.entry.id == id_), None)
         self._missing = [model for model in self._missing if model is not found]
@@ -1278,7 +1278,7 @@ class ModelManager:
         self._count_ended(model)
         if model.pinned:
             self._missing.append(model)
-            # Of several that are lost, the first one was the main model; the others were it only in the meantime.
+            # Of several lost main models, the first one counts; the others became it only because of the loss.
             self._lost_main = self._lost_main or (model if was_main else None)
         if model.pinned or not was_main or now.main is not None:
             reloads = model.pinned and self._lending is None and self._may_reload(name)
@@ -1347,7 +1347,7 @@ class ModelManager:
         ]
         if unused and not self._changing.locked():
             model = min(unused, key=lambda model: model.admission.used_at)
-            log.warning("%.2f GB of memory are missing", missing_bytes / 1e9)
+            log.warning("%.2f GB of memory have to be freed", missing_bytes / 1e9)
             self._start_task(self._unload_unused(model, "memory"), "lmx-lab evict")
 
     async def _unload_unused(self, model: Model, cause: Literal["idle", "memory"]) -> None:

@@ -258,7 +258,7 @@ def pressure_reason(
     for folder in groups:
         high, used = _integers(folder / "memory.high"), _integers(folder / "memory.current")
         if high and used and used[0] > high[0] * (1 - free_share):
-            return f"{used[0] / 1e9:.2f} GB of {high[0] / 1e9:.2f} GB are used before the container is slowed down"
+            return f"the container uses {used[0] / 1e9:.2f} GB, and is slowed down above {high[0] / 1e9:.2f} GB"
     limit = min((limit for _, _, limit in _memory_limits(cgroups, membership)), default=None)
     free = container_free_bytes(cgroups, membership)
     if limit is not None and free is not None and free < limit * free_share:
@@ -272,10 +272,10 @@ def pressure_reason(
 
 
 class Budget:
-    """One limit for the memory of all models and caches on the CPU, kept by the physical footprint of the process.
+    """One limit for the memory of all models and caches on the CPU, compared with the footprint of the process.
 
-    Engines report what their models and requests use. The rest of what the footprint has grown since the start also
-    counts: tokenizers, libraries, and memory that MLX and the C library keep for reuse. With SmolLM2 on MLX these are
+    Engines report what their models and requests use. All other growth of the footprint since the start also counts:
+    tokenizers, libraries, and memory that MLX and the C library keep for reuse. With SmolLM2 on MLX these are
     130 MB after the load, and up to 270 MB after long prompts, of which ``return_freed_memory`` returns 115 MB
     (measured). What the process used before, such as the data of a notebook, counts against the default limit, which is
     a share of the machine, and not against one that the user has set.
@@ -360,9 +360,7 @@ class Budget:
 
     @property
     def allowed_bytes(self) -> int:
-        """How much models, requests and everything else may use together that the process has allocated since the
-        start.
-        """
+        """How much memory the process may allocate after its start, for models, requests and everything else."""
         return self._chosen if self._chosen is not None else max(0, self._share_bytes - self._base_bytes)
 
     @property
@@ -414,9 +412,9 @@ class Budget:
         if needed_bytes + HEADROOM_BYTES > free:
             raise OutOfMemoryError(
                 f"{name} needs {needed_bytes / 1e9:.2f} GB more, and of the {free / 1e9:.2f} GB that are free on this "
-                f"machine or in this container {HEADROOM_BYTES / 1e9:.2f} GB are kept; this process uses "
-                f"{self.footprint_bytes / 1e9:.2f} GB, and {self.total_bytes / 1e9:.2f} GB are allowed; end other "
-                "programs, or choose a smaller or more quantized model"
+                f"machine or in this container, {HEADROOM_BYTES / 1e9:.2f} GB must stay free; this process uses "
+                f"{self.footprint_bytes / 1e9:.2f} GB of the {self.total_bytes / 1e9:.2f} GB that it may use; end "
+                "other programs, or choose a smaller or more quantized model"
             )
 
     # Shortage
@@ -465,7 +463,7 @@ class Budget:
         self._observers.append(observer)
 
     def evict(self, missing_bytes: int) -> None:
-        """Ask for memory of idle models, which will be free some time later."""
+        """Request that idle models are unloaded. Their memory is free some time later."""
         self._evict(missing_bytes)
 
     @property

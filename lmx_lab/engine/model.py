@@ -241,7 +241,7 @@ class LoadedModel(ABC, Generic[Row]):
         return replace(self.spec, pin=self.pinned or None, ttl_s="never" if self.ttl_s is None else self.ttl_s)
 
     def keep_as(self, before: LoadedModel[Any], spec: LoadSpec | None = None) -> None:
-        """Let the model stay in memory as long as one that it replaces, unless the load says otherwise."""
+        """Let the model stay in memory as long as one that it replaces, unless the load sets its own values."""
         if spec is None or spec.pin is None:
             self.pinned = before.pinned
         if spec is None or spec.ttl_s is None:

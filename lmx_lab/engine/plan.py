@@ -154,7 +154,7 @@ def _is_usable(row: EngineRow) -> bool:
 
 
 def _models_beside(entry: ModelEntry, engine: Engine, models: Iterable[tuple[ModelState, Engine]]) -> list[ModelState]:
-    """Return the models in the same memory. The model itself, if it is in memory, makes room for its load."""
+    """Return the models in the same memory, without the model itself, which a load replaces."""
     others = [(model, other) for model, other in models if not is_same(model.entry, entry)]
     return [model for model, other in others if share_memory(engine, other)]
 

@@ -138,7 +138,7 @@ class ModelList(list[ModelRecord]):
 
     @property
     def _rows(self) -> list[tuple[str, ...]]:
-        """The cells, with the names of the columns first. Which model is the main one is said if there is a choice."""
+        """The cells, after a row with the names of the columns. ``main`` is shown if it has several candidates."""
         has_choice = sum(record.loaded and not record.pinned for record in self) > 1
         columns = [name for name in SHOWN_FIELDS if name != "main" or has_choice]
         return [tuple(columns), *(tuple(_cell(record, name) for name in columns) for record in self)]

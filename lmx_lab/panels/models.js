@@ -163,7 +163,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
     const given = {};
     for (const [name, [, control]] of Object.entries(options)) {
       const value = control[property(control)];
-      // Python refuses a text that is not a number, and says so.
+      // A text that is not a number is refused in Python, with an error for this field.
       if (value) given[name] = name === "context_length" && +value ? +value : name === "prompt_lookup" ? value === "on" : value;
     }
     return given;

@@ -132,12 +132,12 @@ def admin_routes(manager: ModelManager) -> APIRouter:
     @router.post("/models/load", responses={200: {"links": LOADED}, **LOAD_ERRORS})
     async def load(body: LoadSpec, request: Request) -> LoadReport:
         """Load a model, and answer when it is ready. It becomes the main model, which answers requests that name none.
-        Local callers may send a path.
+        Local callers may send a path. An encoder with `pin` is loaded next to the main model instead, if it fits.
 
-        It replaces the loaded model. A server that keeps several models in memory (`LMX_LAB_RESIDENT`) unloads the one
-        that was used least recently, if there would be more, or if memory is short. Pinned models stay. Running answers
-        of a replaced model have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit (`true`), or end
-        immediately (`false`).
+        The new main model replaces the loaded one. A server that keeps several models in memory (`LMX_LAB_RESIDENT`)
+        unloads the one that was used least recently, if there would be more, or if memory is short. Pinned models stay.
+        Running answers of a replaced model have 30 s to end (`LMX_LAB_DRAIN_S`). With `wait` they have no time limit
+        (`true`), or end immediately (`false`).
         """
         local = is_local(request.scope)
         check_admin(manager, local=local)

@@ -34,7 +34,7 @@ INCLUDE = (
     "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
     "`requests` for the end of every generation, embedding and rerank (RequestEvent), "
     "`samples` for all metrics every second (Sample), "
-    "`pressure` for the begin and the end of a shortage of memory (PressureEvent)"
+    "`pressure` for the beginning and the end of a shortage of memory (PressureEvent)"
 )
 
 

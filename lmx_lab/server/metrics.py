@@ -109,7 +109,7 @@ class _EngineCollector(Collector):
         )
         yield _gauge(
             "memory_limit_bytes",
-            "What the footprint should not exceed. Lower while memory is short.",
+            "Limit of the footprint, which is lower while memory is short.",
             now.memory_limit_bytes,
         )
         yield _gauge(

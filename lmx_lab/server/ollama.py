@@ -175,7 +175,7 @@ async def _load_or_unload(manager: ModelManager, body: OllamaGenerationBody, req
             if not manager.settings.any_model or manager.model_for(None, CHAT) is None:
                 raise
     elif resident is not None and body.ttl_s is not None and (local or manager.settings.lan_admin):
-        # Other callers may load nothing, and this model is loaded already: they get the answer that it is.
+        # Other callers may not change this, but get the same answer, because the model is loaded.
         await manager.keep(resident.entry.id, ttl_s=body.ttl_s)
     shared: dict[str, Any] = {
         "model": body.model,

@@ -110,8 +110,8 @@ class ModelChange:
 
 @dataclass(frozen=True, kw_only=True)
 class PressureEvent:
-    """The machine or the container has become short of memory, or is no longer. Also an event of ``/admin/events``,
-    sent only with ``include=pressure``."""
+    """The beginning or the end of a shortage of memory on the machine or in the container. Also an event of
+    ``/admin/events``, sent only with ``include=pressure``."""
 
     type: Literal["pressure"] = "pressure"
     active: bool

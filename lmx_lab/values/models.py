@@ -92,8 +92,8 @@ class LoadSpec(Body):
     within the limit of the server (``LMX_LAB_DRAIN_S``)."""
     pin: bool | None = None
     """Whether the model stays in memory until it is unloaded by request, in addition to the models that loads replace.
-    A pinned encoder does not become the main model. By default a model that is in memory stays as it is, and another
-    one is not pinned."""
+    A pinned encoder does not become the main model, and no other model is unloaded for it. By default a model that is
+    in memory stays as it is, and another one is not pinned."""
     ttl_s: TimeToLive | None = None
     """Seconds without requests after which the model is unloaded, or ``never``. By default a model that is in memory
     stays as it is, and the server's setting (``LMX_LAB_IDLE_UNLOAD_S``) holds for others."""

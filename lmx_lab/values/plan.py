@@ -156,8 +156,8 @@ def find_room(
 ) -> tuple[Fit, tuple[str, ...]]:
     """Return whether a model fits, and the ids of the models that have to be unloaded for it.
 
-    Models are unloaded until there is room: first one that is about to leave anyway, then those without requests, the
-    least recently used first, then the others. Pinned models stay.
+    Models are unloaded until there is room: first those that are already being unloaded, then those without requests,
+    the least recently used first, then the others. Pinned models stay.
 
     Args:
         limit_bytes: Memory of all models together.

@@ -192,8 +192,8 @@ class Catalog:
 
     @contextmanager
     def open_headers(self, name: str) -> Iterator[ModelEntry]:
-        """Read what the headers of a model on the hub say about it, without downloading the model. The entry has the
-        path of a temporary folder, which is removed at the end of the block, and no weights.
+        """Describe a model on the hub by its headers, without downloading it. The path of the entry is in a temporary
+        folder, which has no weights and is removed at the end of the block.
 
         Args:
             name: ``org/name`` or ``org/name:Q4_K_M``, as in ``fetch``.

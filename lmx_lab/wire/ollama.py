@@ -140,7 +140,7 @@ class OllamaBody(LenientModel):
 
     @property
     def ttl_s(self) -> TimeToLive | None:
-        """Time to live of the model that the request loads; None if the request does not say."""
+        """Time to live of the model that the request loads; None if the request has no ``keep_alive``."""
         is_long = self.keep_alive is not None and not 0 <= self.keep_alive <= LONGEST_S
         return "never" if is_long else self.keep_alive
 

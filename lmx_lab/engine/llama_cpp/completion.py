@@ -1,9 +1,9 @@
 """Write requests for the route ``/completion`` of llama.cpp's server, convert the events that it streams to the deltas
 of an answer, and find the ids of tokens that it did not report. Pure: the caller passes the time.
 
-That route continues tokens, and the text is split here, as on MLX: reasoning, tool calls, stop strings. The route for
-chats would enforce nothing (measured: it ignores a ``tool_choice`` and refuses a grammar beside tools), and would hide
-the tokens of calls.
+That route generates tokens after those of a prompt. Reasoning, tool calls and stop strings are found here, as on MLX.
+The route for chats is not used: it would enforce nothing (measured: it ignores a ``tool_choice`` and refuses a grammar
+together with tools), and would hide the tokens of calls.
 
 While its text ends within a character, llama.cpp's server sends nothing, and later only the last token of the
 character. The tokens before that one are those whose bytes are the rest of the text that was sent.

@@ -101,8 +101,8 @@ def load_chat(
         context_length: See ``LoadSpec``.
         require_free: Called before each weight is read, with the size of the weights that are left and the name of the
             model. Raises ``OutOfMemoryError`` if other programs have taken the memory.
-        room_now: Returns what is left of ``limit_bytes`` after the load, which limits the context. By default all of it
-            is.
+        room_now: Returns what is left of ``limit_bytes`` after the load, which limits the context; by default
+            ``limit_bytes``.
 
     Raises:
         UnusableModelError: mlx-lm cannot load these files, or they are not a chat model.

@@ -60,8 +60,8 @@ class Room(Protocol):
         """
 
     def free(self, excess_bytes: int) -> None:
-        """Return freed memory, then drop caches of ended requests, until ``excess_bytes`` are released; ask for the
-        memory of idle models if that is not enough.
+        """Return freed memory, then drop caches of ended requests, until ``excess_bytes`` are released; call
+        ``evict`` if that is not enough.
         """
 
     def return_freed(self) -> int:
@@ -71,7 +71,7 @@ class Room(Protocol):
         """
 
     def evict(self, missing_bytes: int) -> None:
-        """Ask for the memory of idle models."""
+        """Request that idle models are unloaded; see ``Budget.evict``."""
 
 
 class GenerationLoop:

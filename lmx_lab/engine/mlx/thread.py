@@ -61,7 +61,7 @@ class MlxThread:
         self._lost = host.lost
         self._device_bytes = device_bytes
         self._returned_at = self._evicted_at = -math.inf
-        """When freed memory was last returned, and idle models were last asked for (``time.perf_counter``)."""
+        """When freed memory was last returned, and when ``Budget.evict`` was last called (``time.perf_counter``)."""
         self.loading_bytes = 0
         """Weights of the model that is being loaded."""
         self.models: dict[LoadedModel[Any], GenerationLoop | LoadedEncoder] = {}
