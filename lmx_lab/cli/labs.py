@@ -34,6 +34,14 @@ Wait = Annotated[
         "By default they have 30 s (LMX_LAB_DRAIN_S of the lab).",
     ),
 ]
+Pin = Annotated[
+    bool | None,
+    typer.Option(
+        "--pin/--no-pin",
+        help="Keep the model in memory until it is unloaded by request, or not. By default unchanged.",
+    ),
+]
+Ttl = Annotated[str | None, typer.Option(help="Seconds without a request after which the model is unloaded, or never.")]
 
 
 @app.command(
@@ -55,27 +63,14 @@ def load(
     engine: Annotated[
         EngineChoice | None, typer.Option(help="Engine that must run the model. By default the one for its format.")
     ] = None,
-    pin: Annotated[
-        bool | None,
-        typer.Option(
-            "--pin/--no-pin",
-            help="Keep the model in memory until it is unloaded by request, or not. By default unchanged.",
-        ),
-    ] = None,
-    ttl: Annotated[
-        str | None, typer.Option(help="Seconds without a request after which the model is unloaded, or never.")
-    ] = None,
+    pin: Pin = None,
+    ttl: Ttl = None,
     wait: Wait = None,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
     """Load a model in a running lab, in place of the loaded one. Ctrl-C cancels the load."""
-    options: LoadOptions = {"pin": pin}
-    if ttl is not None:
-        try:
-            options["ttl_s"] = float(ttl)
-        except ValueError:
-            options["ttl_s"] = cast(TimeToLive, ttl)  # checked by ``load``
+    options: LoadOptions = {"pin": pin, "ttl_s": _seconds(ttl)}
     if engine is not None:
         options["engine"] = engine
     if wait is not None:
@@ -116,6 +111,35 @@ def unload(
             )
             raise
     print_line(f"unloaded, {freed_gb:.2f} GB freed" if freed_gb else "no model was unloaded")
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab keep smollm2-135m --pin",
+        "lmx-lab keep smollm2-135m --no-pin --ttl 600",
+        needs=NEEDS_LAB,
+    ),
+)
+def keep(
+    model: Annotated[str, typer.Argument(help="A loaded model.", autocompletion=complete_model)],
+    *,
+    pin: Pin = None,
+    ttl: Ttl = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Change how long a loaded model of a running lab stays in memory."""
+    with _running_lab(url, api_key) as lab:
+        print_line(repr(lab.keep(_absolute(model), pin=pin, ttl_s=_seconds(ttl))))
+
+
+def _seconds(ttl: str | None) -> TimeToLive | None:
+    """Return a time to live. A text that is neither a number nor ``never`` is refused by the lab."""
+    try:
+        return None if ttl is None else float(ttl)
+    except ValueError:
+        return cast(TimeToLive, ttl)
 
 
 @contextlib.contextmanager

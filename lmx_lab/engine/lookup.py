@@ -132,7 +132,7 @@ def pinned_refusal(model: str) -> InvalidRequestError:
     """Return the error of a request to unload a model that is pinned."""
     return InvalidRequestError(
         f"{model} is pinned: it stays in memory until the server stops, or until it is released with "
-        f"lab.keep({model!r}, pin=False) or POST /admin/models/keep",
+        f"lab.keep({model!r}, pin=False), lmx-lab keep {model} --no-pin or POST /admin/models/keep",
         param="model",
     )
 

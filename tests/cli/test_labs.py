@@ -41,6 +41,16 @@ def test_a_model_is_unloaded_and_loaded(lab):
     assert (done.status, "invalid-request: " in done.stderr) == (2, True), done.stderr
     done = run(lab, "load", "echo")
     assert (done.status, done.stdout[:15]) == (0, "echo loaded in "), done.stderr
+    done = run(lab, "keep", "echo", "--pin")
+    assert (done.status, done.stdout) == (0, "echo stays in memory until it is unloaded by request\n"), done.stderr
+    done = run(lab, "unload", "echo")
+    assert (done.status, "lmx-lab keep echo --no-pin" in done.stderr) == (2, True), done.stderr
+    done = run(lab, "keep", "echo", "--no-pin", "--ttl", "600")
+    assert (done.status, done.stdout) == (0, "echo is unloaded after 600 s without requests\n"), done.stderr
+    done = run(lab, "load", "echo", "--ttl", "never")
+    assert (done.status, done.stdout[:15]) == (0, "echo loaded in "), done.stderr
+    done = run(lab, "keep", "echo", "--ttl", "soon")
+    assert (done.status, 'ttl_s: must be a number of seconds, or "never"' in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.slow
