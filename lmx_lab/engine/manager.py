@@ -1282,8 +1282,8 @@ class ModelManager:
             self._lost_main = self._lost_main or (model if was_main else None)
         if model.pinned or not was_main or now.main is not None:
             reloads = model.pinned and self._lending is None and self._may_reload(name)
-            which, remedy = ("this pinned model", "pin it again") if model.pinned else ("this model", "load it again")
-            message = f"the engine lost {which}; {'it is loaded again' if reloads else remedy}"
+            which = "this pinned model" if model.pinned else "this model"
+            message = f"the engine lost {which}; {'it is loaded again' if reloads else 'load it again'}"
             self._report(ModelEvent(model=name, stage="unloaded", message=message))
             if reloads:
                 self._start_reload(self._load_missing())

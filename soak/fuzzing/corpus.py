@@ -260,11 +260,13 @@ ADMIN = (
     ValidRequest(method="POST", path=UNLOAD, body={}),
     ValidRequest(method="POST", path=UNLOAD),
     ValidRequest(method="POST", path="/admin/models/cancel", body={"model": MODEL}),
+    ValidRequest(method="POST", path="/admin/models/keep", body={"model": MODEL, "pin": False, "ttl_s": 600}),
     *(
         ValidRequest(method="GET", path=path)
         for path in (
             *("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz"),
             "/admin/timeline?last_s=9.5&limit=3&before=7",
+            f"/admin/models/plan?model={MODEL}&context_length=100",
         )
     ),
     *(ValidRequest(method="POST", path=TRACE, body={"model": MODEL, "trace": trace}) for trace in TRACES),

@@ -448,7 +448,7 @@ async def test_a_pinned_model_that_was_lost_twice_is_in_memory_once(lab):
         lost = next(model for model in lab.manager.models if model.entry.id == "two")
         await lose(lab, lost)
         await auntil(lambda lost=lost: lost not in lab.manager.models)
-        await auntil(lambda: "two" in in_memory(lab) or "pin it again" in (lab.progress[-1].message or ""))
+        await auntil(lambda: "two" in in_memory(lab) or "; load it again" in (lab.progress[-1].message or ""))
     await load(lab, TWO, context_length=7)
     assert in_memory(lab) == ["two", "one"]
     assert (lab.manager.snapshot.main.pinned, lab.manager.snapshot.main.ttl_s) == (True, 600)

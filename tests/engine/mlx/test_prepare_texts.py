@@ -216,7 +216,7 @@ async def test_a_pinned_model_is_loaded_again_after_the_thread_has_died(own_both
     async with asyncio.timeout(60):
         while len(seen) == 3:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert seen[3].message == "the engine lost this pinned model; pin it again"
+    assert seen[3].message == "the engine lost this pinned model; load it again"
     with pytest.raises(EngineDeadError):
         await vectors(own_both, SENTENCES[0])
     # A load of the main model also loads the pinned model again.
