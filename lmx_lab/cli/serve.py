@@ -108,10 +108,7 @@ def serve(
     reranker: Annotated[str | None, typer.Option(help="Reranker to keep in memory alongside the loaded model.")] = None,
     resident: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|auto",
-            help="Number of models that stay in memory; auto: as many as memory has room for. By default 1.",
-        ),
+        typer.Option(help="Number of models that stay in memory, or auto for as many as have room. By default 1."),
     ] = None,
     swap: Annotated[
         bool, typer.Option("--swap", help="Load the model that a request names, if it is not loaded.")

@@ -65,7 +65,7 @@ class Drain:
         self._why_ended = f"running requests had {limit_s:g} s to end"
         self._until: float | None = time.perf_counter() + limit_s
         """When the requests that are left end with an error (``time.perf_counter``); None without a time limit."""
-        self.set_wait(wait)
+        self._limit(wait)
 
     @property
     def state(self) -> Unloading:
@@ -81,10 +81,15 @@ class Drain:
         """Let the requests end without a time limit, or end them now. None changes nothing, but the state is reported
         again, for the caller.
         """
+        self._limit(wait)
+        self._changed.set()
+        if self.model.admission.active:
+            self._on_change(self)
+
+    def _limit(self, wait: bool | None) -> None:
         if wait is not None:
             self._until = None if wait else time.perf_counter()
             self._why_ended = "it was requested to stop running requests immediately"
-        self._changed.set()
 
     def keep(self) -> None:
         """Let the model stay in memory: it accepts requests again, and its running ones continue."""
@@ -101,12 +106,11 @@ class Drain:
         if admission.active:
             reported = admission.active
             self._on_change(self)
-        self._changed.clear()
         if not self._finish_queued:
             await model.end(queued_error, queued_only=True)
         while admission.active and not self._kept:
-            if self._changed.is_set() or admission.active != reported:
-                self._changed.clear()
+            self._changed.clear()
+            if admission.active != reported:
                 reported = admission.active
                 self._on_change(self)
             left_s = None if self._until is None else self._until - time.perf_counter()
