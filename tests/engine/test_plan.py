@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 
 import mlx.core as mx
+import psutil
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -141,6 +142,17 @@ async def test_llama_cpp_allocates_the_planned_memory(monkeypatch, tmp_path, smo
     assert (planned.engine, tokens, slots) == ("llama.cpp", 3 * TOKENS, 3)
     assert planned.weights_bytes == near(weights_bytes)
     assert slots * (planned.kv_bytes_per_token * TOKENS + planned.kv_constant_bytes) == near(kv_bytes)
+
+
+async def test_the_plans_of_loads_on_mlx_share_a_thread(tmp_path, tiny):
+    async with ModelManager(Settings(home=tmp_path)) as manager:
+        counts = []
+        for _ in range(6):
+            await manager.load(LoadSpec(model=str(tiny.path)))
+            await manager.unload()
+            counts.append(psutil.Process().num_threads())
+        # Threads of a pool may be added, but not one for each plan.
+        assert counts[-1] - counts[1] < 3, counts
 
 
 async def test_an_encoder_has_weights_and_no_cache(tmp_path, minilm):

@@ -319,6 +319,8 @@ class MlxEngine:
         self._total_bytes = memory.total_bytes()
         self._loader: LoadThread | None = None
         """None before the first load, and after one that was abandoned."""
+        self._planners: list[LoadThread] = []
+        """Threads on which models were opened for a plan, and that have nothing to do."""
         self._peak_bytes = 0
         """The largest value of threads that have ended."""
         if self._device_bytes is None:
@@ -365,7 +367,14 @@ class MlxEngine:
                 entry, limit_bytes=room_bytes, dtype=self._settings.dtype, context_length=spec.context_length
             )
 
-        return await in_thread(plan, name="lmx-lab-plan")
+        # Not on the thread of loads, which may be reading a model for minutes. MLX never ends the thread that it starts
+        # for each thread that uses it, so plans share theirs; one that hangs is not used again.
+        planner = self._planners.pop() if self._planners else LoadThread()
+        planning = planner.submit(plan)
+        planning.add_done_callback(lambda _: self._planners.append(planner))
+        result = asyncio.wrap_future(planning)
+        result.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, if no caller waits
+        return await asyncio.shield(result)
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
         """See ``Engine``."""
@@ -492,5 +501,8 @@ class MlxEngine:
         loader, self._loader = self._loader, None
         if loader is not None:
             loader.end()
+        planners, self._planners = self._planners, []
+        for planner in planners:
+            planner.end()
         if self._thread is not None:
             self._thread.stop()
