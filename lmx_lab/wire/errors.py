@@ -117,6 +117,10 @@ def _message(problem: dict[str, Any], shape: type[BaseModel] | None) -> str:
             return f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"
         case "too_short":
             return f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
+        case "union_tag_invalid":
+            # The message contains the tag, which may have any length.
+            tag = str(problem["ctx"]["tag"])
+            return str(problem["msg"]).replace(tag, tag[:80])
         case _:
             return str(problem["msg"]).removeprefix("Value error, ")
 

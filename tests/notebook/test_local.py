@@ -183,7 +183,9 @@ async def test_a_model_of_a_path_is_restored_for_every_caller(swapping, swap_hom
             body = {"model": model, "messages": HELLO, "max_tokens": 5}
             response = await client.post("/v1/chat/completions", json=body)
             assert (response.status_code, response.json()["model"]) == (200, path)
-        await auntil(lambda: manager_of(swapping).snapshot.change is None)
+        await auntil(
+            lambda: manager_of(swapping).snapshot.model is None and manager_of(swapping).snapshot.change is None
+        )
         await swapping.aunload()
         refused = await client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 404, "after an unload it is a path like any other"

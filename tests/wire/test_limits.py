@@ -16,11 +16,14 @@ from lmx_lab.client.daemon import SessionFields
 from lmx_lab.daemon.app import create_daemon_app
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.engine import ModelManager
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.bodies import Body
+from lmx_lab.wire.admin import TraceBody
 from lmx_lab.wire.base import RequestModel
+from lmx_lab.wire.errors import validated
 from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, check_values
 from lmx_lab.wire.sessions import ChangeSession
 
@@ -200,3 +203,9 @@ def test_values_are_counted_at_all_depths():
     for value in (wide, {"a": wide}, [(wide,)], deep, endless_list):
         with pytest.raises(ValueError, match="10,000"):
             check_values(value)
+
+
+def test_an_error_shows_only_the_beginning_of_an_unknown_kind():
+    with pytest.raises(InvalidRequestError, match="does not match any of the expected tags: 'hooks'") as refused:
+        validated(TraceBody, {"model": "tiny", "trace": {"kind": "long " * 20_000}})
+    assert len(refused.value.message) < 400
