@@ -240,11 +240,11 @@ class LoadedModel(ABC, Generic[Row]):
         """How to load it again so that it stays in memory as long as now."""
         return replace(self.spec, pin=self.pinned or None, ttl_s="never" if self.ttl_s is None else self.ttl_s)
 
-    def keep_as(self, before: LoadedModel[Any], spec: LoadSpec | None = None) -> None:
+    def keep_as(self, before: LoadedModel[Any], spec: LoadSpec) -> None:
         """Let the model stay in memory as long as one that it replaces, unless the load sets its own values."""
-        if spec is None or spec.pin is None:
+        if spec.pin is None:
             self.pinned = before.pinned
-        if spec is None or spec.ttl_s is None:
+        if spec.ttl_s is None:
             self.ttl_s = before.ttl_s
 
     def state(self, *, unloading: Unloading | None = None) -> ModelState:
