@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.paths import BUILD
@@ -20,8 +20,11 @@ def main() -> None:
 
         def snapshot(_: Reply) -> Reply:
             now = lab.server.engine.snapshot
-            values = {field.name: getattr(now, field.name) for field in dataclasses.fields(now)}
-            return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+            return asdict(now.totals) | {
+                "active_requests": now.active_requests,
+                "queued_requests": now.queued_requests,
+                "prefix_cache_bytes": now.prefix_cache_bytes,
+            }
 
         serve_lines(channel, {"url": lab.url}, snapshot)
 

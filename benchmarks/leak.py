@@ -47,7 +47,7 @@ async def _run(ours: LabServer, requests: int) -> list[dict[str, Any]]:
         await ours.until_idle()
         # Memory that is freed with a delay is not a leak.
         await asyncio.sleep(0.5)
-        cache = ours.snapshot().get("prefix_cache_bytes", 0)
+        cache = ours.snapshot()["prefix_cache_bytes"]
         samples.append({"requests": start + EVERY, "rss_bytes": ours.rss_bytes(), "prefix_cache_bytes": cache})
     return samples
 
