@@ -5,6 +5,7 @@ and plan their loads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -108,10 +109,15 @@ def quantize(
     cls=Command,
     epilog=epilog(
         "lmx-lab models",
-        "LMX_LAB_MODEL_FOLDERS=/data/a:/data/b lmx-lab models   more folders",
+        "lmx-lab models --models /data/a              a folder in addition",
+        "LMX_LAB_MODEL_FOLDERS=/data/a lmx-lab models  the same",
     ),
 )
-def models() -> None:
+def models(
+    folders: Annotated[
+        list[Path] | None, typer.Option("--models", help="Additional folder with models. Repeatable.")
+    ] = None,
+) -> None:
     """List the models on the disk: in the lab's own folder, in the hub's cache, in the folders of other programs
     (Ollama, LM Studio, llama.cpp), and in additional folders.
 
@@ -123,7 +129,7 @@ def models() -> None:
     from lmx_lab.weights import Catalog
     from lmx_lab.weights.starters import STARTERS
 
-    settings = settings_with_folders()
+    settings = settings_with_folders(model_folders=folders or None)
     listing = Catalog(settings).listing()
     entries = listing.entries
     if listing.problem is not None:

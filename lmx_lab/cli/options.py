@@ -143,8 +143,8 @@ def settings_with_folders(**overrides: Any) -> Settings:
     for folder in settings.model_folders:
         if not os.path.isdir(folder):
             raise InvalidRequestError(
-                f"model_folders: {folder} is not a folder that can be read; create it, or change --models of lmx-lab "
-                "serve or LMX_LAB_MODEL_FOLDERS",
+                f"model_folders: {folder} is not a folder that can be read; create it, or change --models or "
+                "LMX_LAB_MODEL_FOLDERS",
                 param="model_folders",
             )
     return settings

@@ -240,14 +240,14 @@ def with_models_on_disk(
             starter = next(STARTERS[kind] for kind in kinds if kind in STARTERS)
             remedy = f"none of this kind is on disk: lmx-lab pull {starter} fetches one"
         return _extended(error, remedy)
-    found = next((entry for entry in on_disk if entry.id == name or entry.has_alias(name)), None)
-    if found is None:
+    named = [entry for entry in on_disk if entry.id == name] or [entry for entry in on_disk if entry.has_alias(name)]
+    if not named:
         in_memory = entries_in_memory(now)
         # The echo model has no files. If it is named, it is being unloaded.
         is_known = not in_memory or any(entry.id == name for entry in in_memory)
         return error if is_known else unknown_model(name, now, kinds)
-    if not found.answers(kinds):
-        return wrong_kind(found, kinds)
+    if not named[0].answers(kinds):
+        return wrong_kind(named[0], kinds)
     return _extended(error, "a server started with --swap loads the model that a request names")
 
 

@@ -267,9 +267,10 @@ async def find_model(name: str, manager: ModelManager, *, local: bool) -> Listed
     Raises:
         ModelNotFoundError: there is no such model.
     """
-    for listed in (await listed_models(manager))[0]:
-        if public_id(listed.entry.id, local=local) == name or listed.has_alias(name):
-            return listed
+    models = (await listed_models(manager))[0]
+    exact = [listed for listed in models if public_id(listed.entry.id, local=local) == name]
+    if found := exact or [listed for listed in models if listed.has_alias(name)]:
+        return found[0]
     raise unknown_model(name, manager.snapshot, ANY_KIND)
 
 

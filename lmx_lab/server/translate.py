@@ -208,11 +208,7 @@ def _check_history(messages: Sequence[ChatMessage]) -> None:
 
 
 def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
-    if request.json_schema is not None:
-        return AnswerFormat(kind="json_schema", text=json_text(request.json_schema))
-    if request.grammar is not None:
-        return AnswerFormat(kind="gbnf", text=request.grammar)
-    match format_ := request.response_format:
+    match format_ := request.format:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
@@ -222,7 +218,7 @@ def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
         case RegexFormat():
             return AnswerFormat(kind="regex", text=format_.regex)
         case _:
-            return AnswerFormat(kind="lark", text=format_.grammar)
+            return AnswerFormat(kind="gbnf" if format_.syntax == "gbnf" else "lark", text=format_.grammar)
     return AnswerFormat(kind="json_schema", text=json_text(schema))
 
 

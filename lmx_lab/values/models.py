@@ -323,8 +323,11 @@ class ModelLocation:
     the same id are different models."""
 
     def has_alias(self, name: str) -> bool:
-        """Whether the name is one of the aliases."""
-        return name.casefold() in (alias.casefold() for alias in self.aliases)
+        """Whether the name is the id or one of the aliases, apart from case and from ``:latest``, which Ollama's
+        clients append to names without a tag.
+        """
+        meant = name.casefold().removesuffix(":latest")
+        return any(meant == other.casefold().removesuffix(":latest") for other in (self.id, *self.aliases))
 
     def is_format_of(self, other: ModelLocation) -> bool:
         """Whether both are the same model, in the same or in different formats."""

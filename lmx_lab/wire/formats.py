@@ -8,11 +8,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    FailFast,
+    Field,
+    StringConstraints,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import NonEmpty, RequestModel
+from lmx_lab.wire.base import Neutral, NonEmpty, RequestModel
 
 PATTERN_CHARACTERS = 65_536
 """Largest size of a regular expression or a grammar."""
@@ -155,6 +166,12 @@ class JsonSchemaFormat(RequestModel):
     json_schema: NamedSchema
 
 
+def schema_format(schema: Any) -> JsonSchemaFormat:
+    """Return the format of a schema that was checked."""
+    named = NamedSchema.model_construct(name="schema", schema_=schema)
+    return JsonSchemaFormat.model_construct(type="json_schema", json_schema=named)
+
+
 class RegexFormat(RequestModel):
     """An extension: a text that a regular expression matches as a whole."""
 
@@ -168,8 +185,17 @@ class GrammarFormat(RequestModel):
 
     type: Literal["grammar"]
     grammar: Pattern
-    """The grammar, in llguidance's variant of Lark."""
-    syntax: Literal["lark"] | None = "lark"
+    syntax: Literal["lark", "gbnf"] | None = "lark"
+    """llguidance's variant of Lark, or llama.cpp's GBNF."""
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.syntax == "gbnf":
+            check_length(len(self.grammar), GBNF_CHARACTERS)
+        return self
+
+
+AnyFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | GrammarFormat
 
 
 def _format_shape(given: Any) -> str | None:
@@ -191,3 +217,74 @@ ResponseFormat = Annotated[
         custom_error_message=f'must be an object, such as {{"type": "json_object"}}; types are {", ".join(FORMATS)}',
     ),
 ]
+
+
+# vLLM's names
+
+
+def _parse_schema(given: Any) -> Any:
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"is a text that is not JSON ({exc!s:.80}); send the schema as an object") from None
+
+
+SchemaOrText = Annotated[JsonSchema, BeforeValidator(_parse_schema)]
+"""A JSON schema, also as text."""
+
+
+def _check_texts(texts: list[str]) -> list[str]:
+    check_length(sum(map(len, texts)), PATTERN_CHARACTERS)
+    return texts
+
+
+# A named type, because members of a union must be hashable, and FailFast is not.
+ChoiceTexts = TypeAliasType(
+    "ChoiceTexts",
+    Annotated[list[NonEmpty], FailFast(), Field(min_length=1, max_length=1024), AfterValidator(_check_texts)],
+)
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's ``structured_outputs``: the required form of the answer, exactly one."""
+
+    json_: SchemaOrText | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    choice: ChoiceTexts | None = None
+    """The texts of which the answer is one."""
+    grammar: Pattern | None = None
+    """A grammar in GBNF if it contains ``::=``, otherwise in llguidance's variant of Lark."""
+
+    # Not supported; only values without effect are valid.
+    structural_tag: Annotated[Any, Neutral("structural tags")] = None
+    whitespace_pattern: Annotated[Any, Neutral("patterns of whitespace")] = None
+    disable_any_whitespace: Annotated[Any, Neutral("restrictions of whitespace", (False,))] = None
+    disable_additional_properties: Annotated[Any, Neutral("changes of the schema", (False,))] = None
+    disable_fallback: Any = None
+    """Ignored: there is one implementation."""
+
+    @model_validator(mode="after")
+    def _check_one_form(self) -> Self:
+        forms = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        given = [name for name, form in forms.items() if form is not None] + ["json_object"] * bool(self.json_object)
+        if len(given) != 1:
+            what = f"has {' and '.join(given)}" if given else "has no form"
+            raise ValueError(f"{what}; send exactly one of json, json_object, regex, choice and grammar")
+        if self.grammar is not None and "::=" in self.grammar:
+            check_length(len(self.grammar), GBNF_CHARACTERS)
+        return self
+
+    @property
+    def format(self) -> AnyFormat:
+        """The same as a ``response_format``."""
+        if self.json_object:
+            return JsonObjectFormat(type="json_object", schema=None)
+        if self.regex is not None:
+            return RegexFormat.model_construct(type="regex", regex=self.regex)
+        if self.json_ is not None:
+            return schema_format(self.json_)
+        # A text of Lark is written like one of JSON.
+        grammar = self.grammar or f"start: {' | '.join(map(json_text, self.choice or ()))}"
+        syntax: Literal["gbnf", "lark"] = "gbnf" if self.grammar is not None and "::=" in grammar else "lark"
+        return GrammarFormat.model_construct(type="grammar", grammar=grammar, syntax=syntax)

@@ -30,13 +30,28 @@ from lmx_lab.wire.base import (
     Temperature,
     TokenLimit,
 )
-from lmx_lab.wire.formats import GbnfGrammar, JsonSchema, ResponseFormat, TextFormat
+from lmx_lab.wire.formats import (
+    AnyFormat,
+    ChoiceTexts,
+    GbnfGrammar,
+    GrammarFormat,
+    JsonSchema,
+    Pattern,
+    ResponseFormat,
+    SchemaOrText,
+    StructuredOutputs,
+    TextFormat,
+    schema_format,
+)
 from lmx_lab.wire.limits import FEW_VALUES
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "max_tokens": ("max_completion_tokens", "n_predict"),
     "repetition_penalty": ("repeat_penalty",),
-    "response_format": ("json_schema", "grammar"),
+    "response_format": (
+        *("json_schema", "grammar", "structured_outputs"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    ),
 }
 """Other names of parameters."""
 # A named type, because members of a union must be hashable, and FailFast is not.
@@ -127,6 +142,7 @@ class Hints(RequestModel):
     request_id: Hint = None
     priority: Hint = None
     cache_salt: Hint = None
+    guided_decoding_backend: Hint = None
 
     # Programs that load models themselves: Ollama and LM Studio.
     keep_alive: Hint = None
@@ -153,6 +169,13 @@ class CompatibleFields(GenerationFields, Hints):
     """llama.cpp's name for a ``response_format`` with this schema."""
     grammar: GbnfGrammar | None = None
     """A format of the answer as a grammar in GBNF, llama.cpp's grammar format."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's name for ``response_format``."""
+    guided_json: SchemaOrText | None = None
+    """The name of ``structured_outputs.json`` in older versions of vLLM, as are the next three."""
+    guided_regex: Pattern | None = None
+    guided_choice: ChoiceTexts | None = None
+    guided_grammar: Pattern | None = None
     max_completion_tokens: TokenLimit | None = None
     """The newer name of ``max_tokens``, which it overrides."""
     n_predict: TokenLimit | None = None
@@ -171,7 +194,21 @@ class CompatibleFields(GenerationFields, Hints):
     xtc_probability: Annotated[Any, Neutral("XTC samplers", (0,))] = None
     dry_multiplier: Annotated[Any, Neutral("DRY penalties", (0,))] = None
     mirostat: Annotated[Any, Neutral("Mirostat samplers", (0,))] = None
+    guided_whitespace_pattern: Annotated[Any, Neutral("patterns of whitespace")] = None
     reasoning_format: Annotated[Any, Neutral("other reasoning formats", ("auto", "deepseek"))] = None
+
+    @property
+    def format(self) -> AnyFormat | None:
+        """The required format of the answer, which the request may give under any name."""
+        if self.json_schema is not None:
+            return schema_format(self.json_schema)
+        kinds = ("json", "regex", "choice", "grammar")
+        forms = {kind: form for kind in kinds if (form := getattr(self, f"guided_{kind}")) is not None}
+        if self.grammar is not None:
+            return GrammarFormat.model_construct(type="grammar", grammar=self.grammar, syntax="gbnf")
+        if forms or self.structured_outputs is not None:
+            return StructuredOutputs.model_validate(forms or self.structured_outputs).format
+        return self.response_format
 
     def setting(self, name: str) -> Any:
         """Return the value of a parameter, which the request may give under any of its names, or its default."""

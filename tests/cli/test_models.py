@@ -52,6 +52,14 @@ def test_models_are_listed_in_complete_lines_for_programs(tiny_home, tmp_path):
     assert "no models in" in none.stderr
 
 
+def test_models_of_additional_folders_are_listed(tiny_home, tmp_path):
+    result = run_command(tmp_path, "models", "--models", str(tiny_home / "models"))
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["id", "tiny", "tiny-two"]
+    missing = run_command(tmp_path, "models", "--models", str(tmp_path / "none"))
+    assert (missing.status, missing.stdout) == (2, "")
+    assert "is not a folder that can be read" in missing.stderr
+
+
 def test_quantized_copies_are_listed_with_their_loss_and_made_only_once(tmp_path, tiny_gguf):
     folder = tmp_path / "files"
     folder.mkdir()

@@ -1,6 +1,7 @@
 """Tests that requests with the field names of other servers are answered, and that ignored fields are named."""
 
 import json
+import re
 
 import httpx2
 import pytest
@@ -67,6 +68,51 @@ def test_a_format_has_the_names_of_llama_cpp(http, path):
     assert text[4:].isdigit()
 
 
+ONE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+CHOICES = ["no (not yet)", '50% & more #1\nor "less"', "größer als 1"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("form", "valid"),
+    [
+        pytest.param({"json": ONE}, r'\{\s*"a":\s*1\s*\}', id="json"),
+        pytest.param({"json": json.dumps(ONE)}, r'\{\s*"a":\s*1\s*\}', id="json as text"),
+        pytest.param({"regex": "[ab]{4}"}, "[ab]{4}", id="regex"),
+        pytest.param({"choice": CHOICES}, "|".join(map(re.escape, CHOICES)), id="choice"),
+        pytest.param({"grammar": 'root ::= "cat" | "dog"'}, "cat|dog", id="grammar in GBNF"),
+        pytest.param({"grammar": 'start: "cat" | "dog"'}, "cat|dog", id="grammar in Lark"),
+    ],
+)
+def test_a_format_has_the_names_of_vllm(http, path, form, valid):
+    old = {f"guided_{kind}": value for kind, value in form.items()} | {"guided_decoding_backend": "auto"}
+    for fields in ({"structured_outputs": form}, old):
+        text = text_of(http, path, **fields, max_tokens=60)
+        assert re.fullmatch(valid, text), text
+
+
+def test_any_object_can_be_required_with_vllms_name(http):
+    text = text_of(http, CHAT, structured_outputs={"json_object": True}, max_tokens=200)
+    assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"structured_outputs": {}}, "has no form; send exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "has regex and choice; send exactly one"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice are two names"),
+        ({"guided_json": "{"}, "guided_json: is a text that is not JSON"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"structural_tag": "<a>", "regex": "a"}}, "structural tags are not supported"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "are two names of one parameter"),
+    ],
+)
+def test_a_format_under_vllms_names_is_checked(http, fields, problem):
+    response = http.post(CHAT, json=echo_body(**fields))
+    assert problem in error_of(response, 400, "invalid-request")["message"]
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_all_hints_are_ignored_and_named(http, path):
     response = http.post(path, json={**body_for(path, max_tokens=2), **HINTS})
@@ -103,6 +149,16 @@ def test_other_names_of_models_are_answered_if_the_settings_say_so(naming, http)
     message = error_of(http.post(CHAT, json=echo_body(model="gpt-4o")), 404, "model-not-found")["message"]
     assert "--model-alias" in message
     assert "--any-model" in message
+
+
+@pytest.mark.parametrize("name", ["Echo", "echo:latest", "ECHO:latest"])
+def test_the_case_of_a_name_and_the_tag_latest_do_not_matter(http, name):
+    assert http.post(CHAT, json=echo_body(model=name)).json()["model"] == "echo"
+    assert http.post("/v1/messages", json=echo_body(model=name, max_tokens=5)).json()["type"] == "message"
+    assert http.post("/v1/embeddings", json={"model": name, "input": "sea"}).json()["model"] == "echo"
+    assert http.post("/api/chat", json=echo_body(model=name, stream=False)).json()["done"]
+    assert http.get(f"/v1/models/{name}").json()["id"] == "echo"
+    assert error_of(http.post(CHAT, json=echo_body(model="echo:7b")), 404, "model-not-found")
 
 
 def test_aliases_are_listed_with_the_id_of_their_model(naming):
