@@ -133,6 +133,21 @@ class Sampling:
     """Subtracted from the logit of a token once for each occurrence in the output so far."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and the number that is added to its logit."""
+    dry_multiplier: float = 0.0
+    """Strength of the DRY penalty, which subtracts ``multiplier * base ** (n - allowed_length)`` from the logit of a
+    token that would continue a repetition of ``n`` tokens of prompt and output. 0 turns it off."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    """Repetitions of fewer tokens are not penalized."""
+    dry_penalty_last_n: int = -1
+    """Number of last tokens in which repetitions are found; -1 means all."""
+    dry_sequence_breakers: tuple[str, ...] | None = None
+    """Texts at which a repetition ends; None takes llama.cpp's: a newline, a colon, a quote and an asterisk."""
+    xtc_probability: float = 0.0
+    """Probability with which XTC removes, at a position, all tokens above ``xtc_threshold`` except the least likely of
+    them. 0 turns it off."""
+    xtc_threshold: float = 0.1
+    """Above 0.5 it has no effect."""
     seed: int | None = None
     """Any integer. With the same seed, prompt and parameters, the tokens are the same, regardless of other requests."""
 

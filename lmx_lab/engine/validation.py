@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, TokenPrompt
+from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Sampling, TokenPrompt
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
 from lmx_lab.values.models import KINDS_IN_WORDS, KvCacheDtype, LoadSpec, ModelEntry
 from lmx_lab.values.steering import SteeringVector, read_components
@@ -221,6 +221,20 @@ def no_steering_error(engine: str) -> InvalidRequestError:
     return InvalidRequestError(
         f'{engine} does not support steer; leave it out, or load the model with engine="mlx"', param="steer"
     )
+
+
+def check_samplers(sampling: Sampling, engine: str) -> None:
+    """Check that a request does not need llama.cpp's own samplers.
+
+    Raises:
+        InvalidRequestError: it does.
+    """
+    for name in ("dry_multiplier", "xtc_probability"):
+        if getattr(sampling, name):
+            raise InvalidRequestError(
+                f'{engine} does not support {name}; leave it out, or load a GGUF model with engine="llama.cpp"',
+                param=name,
+            )
 
 
 def check_token_ids(tokens: Sequence[int], param: str, entry: ModelEntry, vocabulary_size: int) -> None:

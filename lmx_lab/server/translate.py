@@ -39,7 +39,7 @@ from lmx_lab.wire.tools import NamedToolChoice, format_names
 
 LOWEST_LOGPROB = -9999.0
 """The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
-GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "xtc_probability": 0.0}
 """Parameters of a greedy request: no token needs to be removed."""
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -148,6 +148,7 @@ def _sampling(request: CompatibleFields, *, temperature: float) -> Sampling:
     return replace(
         sampling,
         **GREEDY if greedy else {"top_k": max(0, sampling.top_k)},
+        dry_sequence_breakers=None if request.dry_sequence_breakers is None else tuple(request.dry_sequence_breakers),
         # Converted to a dict first: "7" and "07" are the same token, of which the last bias is used.
         logit_bias=tuple({int(token): bias for token, bias in (request.logit_bias or {}).items()}.items()),
     )

@@ -56,6 +56,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """Other names of parameters."""
 # A named type, because members of a union must be hashable, and FailFast is not.
 Steerings = TypeAliasType("Steerings", Annotated[list[SteeringVector], FailFast(), Field(max_length=STEER_LIMIT)])
+Breakers = TypeAliasType(
+    "Breakers", Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], FailFast(), Field(max_length=16)]
+)
 Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
 
 
@@ -131,10 +134,6 @@ class Hints(RequestModel):
     timings_per_token: Hint = None
     backend_sampling: Hint = None
     dynatemp_exponent: Hint = None
-    xtc_threshold: Hint = None
-    dry_base: Hint = None
-    dry_allowed_length: Hint = None
-    dry_penalty_last_n: Hint = None
     mirostat_tau: Hint = None
     mirostat_eta: Hint = None
 
@@ -184,6 +183,14 @@ class CompatibleFields(GenerationFields, Hints):
     """llama.cpp's name for ``repetition_penalty``."""
     repeat_last_n: Annotated[int, WHOLE] | None = None
     """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    """DRY and XTC, two of llama.cpp's samplers; other engines refuse them unless they are turned off (0)."""
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0), WHOLE] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    dry_sequence_breakers: Breakers | None = None
+    xtc_probability: Probability | None = None
+    xtc_threshold: Probability | None = None
     steer: Steerings | None = None
     """An extension: vectors that are added to the residual stream of this request. Only callers on the server's machine
     may send them."""
@@ -191,8 +198,6 @@ class CompatibleFields(GenerationFields, Hints):
     # Not supported; only values without effect are valid.
     typical_p: Annotated[Any, Neutral("locally typical samplers", (1,))] = None
     dynatemp_range: Annotated[Any, Neutral("dynamic temperatures", (0,))] = None
-    xtc_probability: Annotated[Any, Neutral("XTC samplers", (0,))] = None
-    dry_multiplier: Annotated[Any, Neutral("DRY penalties", (0,))] = None
     mirostat: Annotated[Any, Neutral("Mirostat samplers", (0,))] = None
     guided_whitespace_pattern: Annotated[Any, Neutral("patterns of whitespace")] = None
     reasoning_format: Annotated[Any, Neutral("other reasoning formats", ("auto", "deepseek"))] = None

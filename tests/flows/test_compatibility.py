@@ -126,6 +126,17 @@ def test_the_settings_of_llama_cpps_page_are_accepted(http):
     assert response.headers["x-lmx-ignored"].startswith("cache_prompt, return_progress, timings_per_token")
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_parameters_of_dry_and_xtc_are_checked_and_have_no_effect_while_they_are_off(http, path):
+    off = {"dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"], "xtc_probability": 0}
+    assert text_of(http, path, **off, xtc_threshold=0.1) == text_of(http, path)
+    for field in ({"dry_multiplier": -1}, {"dry_penalty_last_n": -2}, {"xtc_probability": 1.5}, {"dry_base": "2"}):
+        assert error_of(http.post(path, json=body_for(path, **field)), 400, "invalid-request")["param"] in field
+    refused = error_of(http.post(path, json=body_for(path, dry_multiplier=0.8)), 400, "invalid-request")
+    assert refused["param"] == "dry_multiplier"
+    assert "the echo engine does not support dry_multiplier" in refused["message"]
+
+
 def test_the_page_lists_all_hints():
     rows = table_rows(DOCS / "server.md", "sent by")
     assert {name.strip("` ") for row in rows for name in row["ignored fields"].split(",")} == set(HINTS)

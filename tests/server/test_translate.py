@@ -215,6 +215,7 @@ def test_text_sets_no_format(given):
         ({"type": "regex", "regex": "a+"}, "regex", "a+"),
         ({"type": "grammar", "grammar": 'start: "a"'}, "lark", 'start: "a"'),
         ({"type": "grammar", "grammar": 'start: "a"', "syntax": "lark"}, "lark", 'start: "a"'),
+        ({"type": "grammar", "grammar": 'root ::= "a"', "syntax": "gbnf"}, "gbnf", 'root ::= "a"'),
     ],
 )
 def test_each_format_is_translated_for_the_engine(given, kind, text):
@@ -247,7 +248,7 @@ def test_each_format_is_translated_for_the_engine(given, kind, text):
         ({"type": "regex", "regex": ""}, "response_format.regex", ["at least 1"]),
         ({"type": "regex", "regex": "a" * 65_537}, "response_format.regex", ["65,537", "65,536"]),
         ({"type": "grammar", "grammar": "a" * 65_537}, "response_format.grammar", ["65,537", "65,536"]),
-        ({"type": "grammar", "grammar": "a", "syntax": "gbnf"}, "response_format.syntax", ["'lark'", "'gbnf'"]),
+        ({"type": "grammar", "grammar": "a", "syntax": "ebnf"}, "response_format.syntax", ["'lark'", "'gbnf'"]),
     ],
 )
 def test_the_error_of_an_invalid_format_names_the_field(given, param, expected):

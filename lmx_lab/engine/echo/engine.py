@@ -49,6 +49,7 @@ from lmx_lab.engine.texts import TextJob, TextTokens
 from lmx_lab.engine.validation import (
     check_characters,
     check_options,
+    check_samplers,
     check_text,
     check_token_ids,
     no_steering_error,
@@ -98,6 +99,7 @@ class EchoTokenizer:
         """See ``Tokenizer``. The request must offer the tools that the script calls."""
         if request.steer:
             raise no_steering_error("the echo engine")
+        check_samplers(request.sampling, "the echo engine")
         if self.script is not None:
             tools = _tools(request)
             offered = [tool.name for tool in tools.tools if tools.only in (None, tool.name)] if tools else []

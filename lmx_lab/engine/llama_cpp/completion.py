@@ -27,8 +27,9 @@ from lmx_lab.values.outputs import (
     token_text,
 )
 
-SAMPLERS = ("penalties", "top_p", "min_p", "top_k", "temperature")
-"""The samplers in the order of ``Sampling``. llama.cpp's default list has more samplers, and begins with top_k."""
+SAMPLERS = ("penalties", "dry", "top_p", "min_p", "top_k", "xtc", "temperature")
+"""The samplers in the order of ``Sampling``; DRY and XTC are off by default. llama.cpp's default list has more
+samplers, and begins with top_k."""
 SEEDS = 2**32 - 1
 """Number of seeds; the largest 32-bit number stands for a random seed."""
 MAX_TOKEN_BYTES = 16
@@ -52,10 +53,18 @@ def sampling(request: GenerationRequest, *, choice: int, context_length: int) ->
         "presence_penalty": chosen.presence_penalty,
         "frequency_penalty": chosen.frequency_penalty,
         "repeat_last_n": context_length,
+        "dry_multiplier": chosen.dry_multiplier,
+        "dry_base": chosen.dry_base,
+        "dry_allowed_length": chosen.dry_allowed_length,
+        "dry_penalty_last_n": context_length if chosen.dry_penalty_last_n < 0 else chosen.dry_penalty_last_n,
+        "xtc_probability": chosen.xtc_probability,
+        "xtc_threshold": chosen.xtc_threshold,
         "samplers": list(SAMPLERS),
         "seed": seed,
         "logit_bias": [[token, bias] for token, bias in chosen.logit_bias],
         "ignore_eos": request.ignore_eos,
+        # llama.cpp refuses an empty list.
+        **({"dry_sequence_breakers": list(chosen.dry_sequence_breakers)} if chosen.dry_sequence_breakers else {}),
     }
 
 

@@ -19,7 +19,7 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, is_panic
-from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_size
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_samplers, check_size
 from lmx_lab.errors import ContextLengthError, EngineError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.tokenizer_files import InfillTokens, find_infill_tokens
@@ -76,6 +76,7 @@ class MlxTokenizer:
 
     def check(self, request: GenerationRequest) -> None:
         """See ``Tokenizer``. The vectors to add are checked on the engine thread."""
+        check_samplers(request.sampling, "MLX")
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``.

@@ -212,6 +212,35 @@ async def test_a_frequency_penalty_counts_occurrences_and_a_presence_penalty_doe
     assert once != each
 
 
+REPEATS = {"dry_multiplier": 100.0, "dry_allowed_length": 1}
+
+
+async def test_dry_prevents_repeated_sequences_on_llama_cpp(manager, model_format):
+    if model_format != "gguf":
+        with invalid("dry_multiplier", 'load a GGUF model with engine="llama.cpp"'):
+            await sample_text(manager, 40, temperature=0, **REPEATS)
+        return
+    repeated = "ancial"
+    assert repeated * 3 in await sample_text(manager, 40, temperature=0)
+    assert repeated * 3 not in await sample_text(manager, 40, temperature=0, **REPEATS)
+    assert repeated * 3 in await sample_text(manager, 40, temperature=0, **REPEATS, dry_sequence_breakers=(repeated,))
+
+
+async def test_xtc_removes_the_most_likely_tokens_on_llama_cpp(manager, model_format):
+    if model_format != "gguf":
+        with invalid("xtc_probability", 'load a GGUF model with engine="llama.cpp"'):
+            await sample_text(manager, temperature=1.0, xtc_probability=0.5)
+        return
+    # Of the two likely tokens, only the less likely one remains at each position.
+    pair, seeds = {"temperature": 1.0, "logit_bias": ((500, 100.0), (700, 101.0))}, range(4)
+    removed = {
+        await sample_text(manager, 9, **pair, seed=seed, xtc_probability=1.0, xtc_threshold=1e-4) for seed in seeds
+    }
+    assert len(removed) == 1
+    for off in ({}, {"xtc_probability": 1.0, "xtc_threshold": 0.6}):
+        assert len({await sample_text(manager, 9, **pair, seed=seed, **off) for seed in seeds}) == len(seeds)
+
+
 async def test_a_bias_can_force_and_forbid_tokens(manager):
     greedy = await sample_text(manager, 3, temperature=0)
     (first,) = [entry.token for entry in await logprobs(manager, max_tokens=1)]

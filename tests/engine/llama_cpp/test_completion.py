@@ -113,7 +113,9 @@ def test_all_sampling_parameters_are_sent():
     assert body_ == {
         "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "repeat_last_n": 512, "seed": -1, "logit_bias": [], "ignore_eos": False,
-        "samplers": ["penalties", "top_p", "min_p", "top_k", "temperature"],
+        "samplers": ["penalties", "dry", "top_p", "min_p", "top_k", "xtc", "temperature"],
+        "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": 512,
+        "xtc_probability": 0.0, "xtc_threshold": 0.1,
     }  # fmt: skip
 
 
