@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from lmx_lab.http import Limits
+from lmx_lab.sanitize import escape_line_ends
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class EventStream(StreamingResponse):
     When the client disconnects, the iterator is cancelled and closed.
 
     Args:
-        texts: The texts to send.
+        texts: The texts to send: JSON, or comments.
         headers: Additional headers of the response.
         media_type: Type of the response, if it is another stream of text that is written item by item.
         keep_alive: Returns what to send whenever nothing was sent for ``Limits.keep_alive_s``, such as a comment.
@@ -124,7 +125,7 @@ def comment(text: str) -> str:
 
 
 def _part(text: str) -> Message:
-    return {"type": "http.response.body", "body": text.encode(), "more_body": True}
+    return {"type": "http.response.body", "body": escape_line_ends(text).encode(), "more_body": True}
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
