@@ -37,7 +37,10 @@ REFUSALS = {
     "unknown model": Refusal(Request(model="unheard-of"), 404, "model-not-found", "unheard-of"),
     "model not loaded": Refusal(Request(model="other"), 503, "no-model-loaded", "other is not loaded"),
     "prompt too long": Refusal(
-        Request(messages=[{"role": "user", "content": "a " * 40_000}]), 400, "context-length-exceeded", "tokens"
+        Request(messages=[{"role": "user", "content": "a " * 40_000}]),
+        400,
+        "context_length_exceeded",
+        "maximum context length is",
     ),
     "field": Refusal(Request(max_tokens="many"), 400, "invalid-request", "should be a valid integer"),
 }
@@ -51,6 +54,25 @@ def test_a_refused_request_gets_its_error_before_the_first_byte(form, http, case
     assert status == (expected.status if "http" in form.can else None)
     assert (problem.code, problem.kind) == (expected.code, form.kinds.get(expected.status))
     assert expected.message in problem.message
+
+
+# The words and the code with which agents recognize that they have to shorten their conversation.
+TOO_LONG = {
+    "LiteLLM": r"(?i)this model's maximum context length is",
+    "pi and opencode": r"(?i)maximum context length is \d+ tokens",
+    "Claude Code": r"prompt is too long[^0-9]*(\d+) tokens > (\d+)",
+}
+
+
+@pytest.mark.parametrize("agent", TOO_LONG)
+@each_format("http")
+def test_agents_recognize_a_prompt_that_is_too_long_streamed_or_not(form, http, agent):
+    request = REFUSALS["prompt too long"].request
+    _, refused = form.refusal(http, request)
+    response = http.post(form.path, json=form.body(request, stream=True))
+    streamed = form.frames(response.text)[-1] if response.is_success else response.json()
+    assert re.search(TOO_LONG[agent], refused.message)
+    assert (form.problem(streamed).code, form.problem(streamed).message) == (refused.code, refused.message)
 
 
 @each_format()
