@@ -2,9 +2,11 @@
 
 import json
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from http.client import HTTPResponse
 
 import httpx2
 import pytest
@@ -205,6 +207,39 @@ def test_a_request_ends_when_its_client_disconnects(lab, http, form, stream, pha
     wait_until_idle(lab)
     assert manager_of(lab).snapshot.totals.output_tokens - before.output_tokens < 10_000
     assert form.answer(form.post(http, Request()).json()).text == "hello"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@each_format("http")
+def test_a_client_that_ends_only_its_own_side_gets_its_answer(lab, http, form, stream):
+    with ExitStack() as others:
+        for _ in range(2):
+            others.enter_context(Chat().stream(http, ENDLESS))
+        with form.unread(lab.server.port, Request(), stream=stream) as connection:
+            until(lambda: manager_of(lab).snapshot.queued_requests == 1)
+            connection.shutdown(socket.SHUT_WR)
+            # The server sends something that is not part of the answer, to see whether the client is there.
+            begun = connection.recv(12, socket.MSG_PEEK)
+            others.close()
+            response = HTTPResponse(connection)
+            response.begin()
+            text = response.read().decode()
+            assert connection.recv(1) == b"", "the connection is closed"
+    assert begun == (b"HTTP/1.1 200" if stream else b"HTTP/1.1 100")
+    body = form.assemble(form.frames(text)) if stream else json.loads(text)
+    assert form.answer(body).text == "hello"
+    wait_until_idle(lab)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@each_format("http")
+def test_a_request_ends_when_its_client_leaves_after_it_has_ended_its_own_side(lab, form, stream):
+    before = manager_of(lab).snapshot.totals
+    with form.unread(lab.server.port, ENDLESS, stream=stream) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        until(lambda: manager_of(lab).snapshot.totals.output_tokens > before.output_tokens)
+    wait_until_idle(lab)
+    assert manager_of(lab).snapshot.totals.output_tokens - before.output_tokens < 25_000
 
 
 @pytest.mark.slow
