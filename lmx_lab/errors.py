@@ -125,7 +125,8 @@ class SlowRequestError(InvalidRequestError):
 class ContextLengthError(InvalidRequestError):
     """The prompt is longer than the model's context."""
 
-    code = "context-length-exceeded"
+    # The spelling of OpenAI's API, because clients compare it.
+    code = "context_length_exceeded"
 
 
 class UnclearModelError(InvalidRequestError):

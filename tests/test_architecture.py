@@ -62,7 +62,7 @@ TABLE = {
         "mlx mlx_lm llguidance numpy psutil tokenizers jinja2 xllamacpp pydantic_core",
     ),
     "server": Row(
-        "errors extras values settings broadcast http wire weights engine",
+        "errors extras values settings broadcast http sanitize wire weights engine",
         # numpy: the vectors of the engine.
         "fastapi starlette pydantic pydantic_core prometheus_client numpy opentelemetry",
     ),

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-from lmx_lab.sanitize import replace_surrogates
+from lmx_lab.sanitize import escape_line_ends, replace_surrogates
 
 
 def timestamp(at_s: float | None = None) -> str:
@@ -58,7 +58,7 @@ def encode_event(
         stats: The turn's statistics as JSON. If None, the envelope has no such field.
     """
     ending = "" if stats is None else f',"stats":{stats}'
-    return (
+    return escape_line_ends(
         f'{{"event":"{event}","seq":{"null" if seq is None else seq},"at":"{at}","stream_id":"{stream_id}",'
         f'"session_id":{_quote(session_id)},"turn_id":{_quote(turn_id)},"data":{data}{ending}}}'
     )

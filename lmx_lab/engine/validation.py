@@ -113,11 +113,28 @@ def check_size(text: str | tuple[str, str], context_length: int, model: str, par
         context_length * MAX_CHARACTERS_PER_TOKEN,
     )
     if characters > limit:
-        raise ContextLengthError(
-            f"{param} has {characters} characters, and the limit of {model} is {limit}, {MAX_CHARACTERS_PER_TOKEN} for "
-            f"each of the {context_length} tokens that it takes; shorten it",
+        raise context_error(
+            f"{param} is too long: {characters} characters > {limit} maximum, {MAX_CHARACTERS_PER_TOKEN} a token",
+            model,
+            context_length,
+            "shorten it",
             param=param,
         )
+
+
+def context_error(excess: str, model: str, limit: int, remedy: str, *, param: str) -> ContextLengthError:
+    """Return the error of a text that does not fit into the context of a model.
+
+    Agents that shorten their conversation recognize it by its words: "This model's maximum context length is N tokens"
+    (LiteLLM, pi, opencode) or "prompt is too long: N tokens > M maximum" (Claude Code).
+
+    Args:
+        excess: What is too long, by how much.
+        limit: Number of tokens that fit.
+    """
+    return ContextLengthError(
+        f"{excess}. This model's maximum context length is {limit} tokens ({model}); {remedy}", param=param
+    )
 
 
 def param_of(request: GenerationRequest) -> str:
@@ -147,14 +164,12 @@ def too_long(request: GenerationRequest, tokens: str, entry: ModelEntry, limit: 
     Args:
         tokens: Number of its tokens, or a lower bound such as ``more than 512``.
     """
-    own, loaded, remedy = entry.context_length, "", "shorten the prompt"
+    own, model, remedy = entry.context_length, f"{entry.id}, including the answer", "shorten the prompt"
     if own is not None and limit < own:
-        loaded = f" as it is loaded (its own limit is {own})"
+        model = f"{entry.id} as it is loaded, including the answer; its own limit is {own}"
         remedy += ", or load the model with a larger context_length, as far as memory allows"
-    return ContextLengthError(
-        f"the prompt has {tokens} tokens, and {entry.id} takes {limit}{loaded}, including the answer; {remedy}",
-        param=param_of(request),
-    )
+    excess = f"prompt is too long: {tokens} tokens > {limit} maximum"
+    return context_error(excess, model, limit, remedy, param=param_of(request))
 
 
 def check_tokens(request: GenerationRequest, entry: ModelEntry, vocabulary_size: int) -> None:
@@ -267,11 +282,14 @@ def check_text(
     if not tokens:
         raise InvalidRequestError(f"{param} is empty: it has no tokens", param=param)
     if len(tokens) > limit and not truncate:
-        raise ContextLengthError(
-            f"{param} has {count or len(tokens)} tokens and {entry.id} takes {limit}; shorten it"
-            f"{'' if param == 'query' else ' or send truncate: true'}",
-            param=param,
-        )
+        raise text_too_long(param, str(count or len(tokens)), entry, limit)
+
+
+def text_too_long(param: str, tokens: str, entry: ModelEntry, limit: int) -> ContextLengthError:
+    """Return the error of a text to embed or to rank that does not fit. For ``tokens``, see ``too_long``."""
+    remedy = "shorten it" if param == "query" else "shorten it or send truncate: true"
+    excess = f"{param} is too long: {tokens} tokens > {limit} maximum"
+    return context_error(excess, entry.id, limit, remedy, param=param)
 
 
 def check_dimensions(dimensions: int | None, available: int | None, entry: ModelEntry) -> None:

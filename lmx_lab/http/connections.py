@@ -36,6 +36,8 @@ END_OF_HEAD = re.compile(rb"\n\r?\n")
 FULL_RETRY_S = 5
 OWN_HEADERS = {**dict(RESPONSE_HEADERS), "content-security-policy": CONTENT_POLICY}
 """Headers of responses that the application did not send."""
+PROBE_S = 0.25
+"""Time after the end of the client's data until the server checks whether the client has closed the connection."""
 RESTART = 1012
 """Close code that a stopping server sends to WebSockets."""
 KEEPALIVE_IDLE_S = 5
@@ -98,6 +100,8 @@ class HttpProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     """Runs from the first byte of a head to its end."""
     _ending = False
+    _is_half_closed = False
+    """Whether the client has ended its data, while it may still read."""
     _framing_bytes = 0
     """Number of bytes by which the framing of the current chunked body exceeds its data."""
 
@@ -161,11 +165,21 @@ class HttpProtocol(H11Protocol):
                     f"the head of the request has more than {HEAD_LINES} lines, the limit of this server",
                 )
                 return
+        previous = self.cycle
         super().handle_events()
-        if self.cycle is not None:
-            # The task of a new request has not started yet, so it will find the extension.
+        if self.cycle is not previous:
+            # The task of a new request has not started yet, so it will find the extensions.
             scope: Any = self.cycle.scope
-            scope["extensions"] = {"lmx_lab.abort": self.transport.abort}
+            scope["extensions"] = {
+                "lmx_lab.abort": self.transport.abort,
+                "lmx_lab.is_half_closed": lambda: self._is_half_closed,
+            }
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.headers}:
+                # A proxy may have read the other one, and the rest as another request (RFC 9112, 6.1 and 11.2).
+                self._refuse(
+                    HTTPStatus.BAD_REQUEST,
+                    "the request has both Content-Length and Transfer-Encoding; send one of them",
+                )
 
     @property
     def _in_body(self) -> bool:
@@ -183,6 +197,8 @@ class HttpProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._is_half_closed and self.cycle.response_complete:
+            self.transport.close()
         if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
             self.loop.call_later(self._limits.linger_s, self._end_body, self.cycle)
         self._set_timers()
@@ -192,6 +208,38 @@ class HttpProtocol(H11Protocol):
         """Close the connection if the client still sends the body of a request that was answered."""
         if self.cycle is cycle and self._in_body:
             close_now(self.transport)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection open if a request is complete and its response is not.
+
+        The client may have ended only its own side. A client that has closed the connection looks the same, until it
+        rejects what is written to it.
+        """
+        if self._ending or self._in_body or self.cycle is None or self.cycle.response_complete:
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self._probe(PROBE_S)
+        return True
+
+    def _probe(self, after_s: float) -> None:
+        """Disconnect a client that has rejected what was written to it, or else write to it and check again later.
+
+        Before a response, status 100 is written, which clients ignore (RFC 9110, 15.2). HTTP/1.0 has nothing of this
+        kind, so its clients get a response only if it begins soon.
+        """
+        if self.transport.is_closing():
+            return
+        has_left = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        if not has_left and not self.cycle.response_started:
+            if self.cycle.scope["http_version"] == "1.0":
+                has_left = after_s >= self._limits.linger_s
+            else:
+                self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        if has_left:
+            self.transport.abort()
+        else:
+            self.loop.call_later(after_s, self._probe, min(2 * after_s, self._limits.linger_s))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

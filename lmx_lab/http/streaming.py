@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from lmx_lab.http import Limits
+from lmx_lab.sanitize import escape_line_ends
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class EventStream(StreamingResponse):
     When the client disconnects, the iterator is cancelled and closed.
 
     Args:
-        texts: The texts to send.
+        texts: The texts to send: JSON, or comments.
         headers: Additional headers of the response.
         media_type: Type of the response, if it is another stream of text that is written item by item.
         keep_alive: Returns what to send whenever nothing was sent for ``Limits.keep_alive_s``, such as a comment.
@@ -68,11 +69,14 @@ class EventStream(StreamingResponse):
         self._keep_alive_s = Limits.keep_alive_s
         self._request_id = ""
         self._abort: Callable[[], None] = lambda: None
+        self._is_half_closed: Callable[[], bool] = lambda: False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope.get("lmx_lab.request_id", "")
-        # An extension of ``http.connections``, which other servers do not have.
-        self._abort = (scope.get("extensions") or {}).get("lmx_lab.abort", self._abort)
+        # Extensions of ``http.connections``, which other servers do not have.
+        extensions = scope.get("extensions") or {}
+        self._abort = extensions.get("lmx_lab.abort", self._abort)
+        self._is_half_closed = extensions.get("lmx_lab.is_half_closed", self._is_half_closed)
         self._keep_alive_s = scope["app"].state.limits.keep_alive_s
         await super().__call__(scope, receive, send)
 
@@ -112,8 +116,10 @@ class EventStream(StreamingResponse):
         """Run as a separate task: a timer for each token would cost more than its text."""
         assert self._keep_alive is not None
         while True:
-            if (rest_s := self._keep_alive_s - watch.silent_s) > 0:
-                await asyncio.sleep(rest_s)
+            # A client that has ended its side may have closed the connection, which only sending can show.
+            interval_s = min(self._keep_alive_s, 4 * CHECK_S) if self._is_half_closed() else self._keep_alive_s
+            if (rest_s := interval_s - watch.silent_s) > 0:
+                await asyncio.sleep(min(rest_s, 4 * CHECK_S))
             else:
                 await watch.send(send(_part(self._keep_alive())))
 
@@ -124,7 +130,7 @@ def comment(text: str) -> str:
 
 
 def _part(text: str) -> Message:
-    return {"type": "http.response.body", "body": text.encode(), "more_body": True}
+    return {"type": "http.response.body", "body": escape_line_ends(text).encode(), "more_body": True}
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -105,14 +105,23 @@ class ChatWriter(ChunkWriter):
     id_prefix = "chatcmpl"
     object = "chat.completion.chunk"
 
+    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
+        super().__init__(model, fingerprint, logprobs=logprobs, include_usage=include_usage)
+        self._waiting = set[int]()
+        """Indexes of the choices that have begun and wait for their first token."""
+
     def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
-        yield self._chunk(index, '{"role":"assistant","content":""}')
+        # Clients take the first chunk for the first token when they measure the speed of a prompt, so it waits for it.
+        self._waiting.add(index)
+        yield from ()
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
         """Yield the chunks of a delta: first its reasoning, then its text and its tool calls. An empty delta has none.
 
-        The first chunk contains the log-probabilities of the whole delta.
+        Before the first delta of a choice, its first chunk has the role. The first chunk of a delta contains the
+        log-probabilities of the whole delta.
         """
+        yield from self._first_chunk(index)
         parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
         if delta.text:
             parts.append(f'{{"content":{json_text(delta.text)}}}')
@@ -128,6 +137,7 @@ class ChatWriter(ChunkWriter):
             logprobs = "null"
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
+        yield from self._first_chunk(index)
         end = f',"timings":{timings([[report]]).model_dump_json()}'
         yield self._chunk(index, "{}", reason=f'"{report.finish_reason}"', end=end)
 
@@ -141,6 +151,11 @@ class ChatWriter(ChunkWriter):
             timings=timings([reports]),
         )
         return body.model_dump_json()
+
+    def _first_chunk(self, index: int) -> Iterator[str]:
+        if index in self._waiting:
+            self._waiting.remove(index)
+            yield self._chunk(index, '{"role":"assistant","content":""}')
 
     def _choice(self, index: int, delta: Delta, report: GenerationReport) -> Choice:
         calls = [

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from lmx_lab.errors import ContextLengthError, InvalidRequestError, LabError
+from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import status_of
 from lmx_lab.http.openapi import event_stream
@@ -110,11 +110,9 @@ def messages_routes(service: InferenceService) -> APIRouter:
 
 
 def messages_error(detail: ErrorDetail, status: int) -> MessagesError:
-    """Convert an error to the Messages format. Its clients recognize a prompt that is too long by these words."""
+    """Convert an error to the Messages format."""
     default = "api_error" if status >= 500 else "invalid_request_error"
-    is_too_long = detail.code == ContextLengthError.code
-    message = f"prompt is too long: {detail.message}" if is_too_long else detail.message
-    error = MessagesErrorDetail(type=ERROR_TYPES.get(status, default), message=message, code=detail.code)
+    error = MessagesErrorDetail(type=ERROR_TYPES.get(status, default), message=detail.message, code=detail.code)
     return MessagesError(error=error, request_id=detail.request_id)
 
 

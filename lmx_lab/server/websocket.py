@@ -20,6 +20,7 @@ from lmx_lab.errors import BodyTooLargeError, CallerError, InvalidRequestError, 
 from lmx_lab.http.bodies import read_json
 from lmx_lab.http.errors import detail_for, request_id_of, validation_error
 from lmx_lab.http.streaming import SendWatch
+from lmx_lab.sanitize import escape_line_ends
 from lmx_lab.server.answers import Choices
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.translate import call_chunks, chat_logprobs, generation_request, json_text, socket_stats
@@ -182,7 +183,7 @@ async def _send(socket: WebSocket, message: BaseModel) -> None:
 
 async def _send_text(socket: WebSocket, text: str) -> None:
     try:
-        await socket.send_text(text)
+        await socket.send_text(escape_line_ends(text))
     except RuntimeError as exc:
         # Starlette raises this error if a message is sent after the close handshake has begun.
         raise WebSocketDisconnect(NORMAL) from exc

@@ -24,7 +24,7 @@ from soak.hostile.senders import (
 
 LOAD = "/admin/models/load"
 REFUSED = frozenset({"400 invalid-request"})
-TOO_LONG = frozenset({"400 context-length-exceeded", "400 invalid-request"})
+TOO_LONG = frozenset({"400 context_length_exceeded", "400 invalid-request"})
 BUSY = frozenset({"429 queue-full", "409 model-busy"})
 """Answers that are also allowed if other requests wait, or if all attacks run at once."""
 CLOSED = frozenset({"closed 1008", "closed 1013", "closed 1009", "closed 1002"})

@@ -122,7 +122,7 @@ def error_answer(status, error, **document):
     ("answer", "error"),
     [
         (refuses(503, "no-model-loaded"), errors.NotLoadedError),
-        (refuses(400, "context-length-exceeded"), errors.ContextLengthError),
+        (refuses(400, "context_length_exceeded"), errors.ContextLengthError),
         (refuses(401, "unauthorized"), errors.UnauthorizedError),
         (error_answer(400, {"message": "no", "code": "context_length_exceeded"}), errors.ContextLengthError),
         (

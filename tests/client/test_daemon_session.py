@@ -158,7 +158,7 @@ async def test_a_second_reader_of_a_running_turn_receives_all_of_its_events(plac
 
 
 async def test_the_error_of_a_turn_has_its_own_class_and_names_the_turn(place):
-    async with here(place, refuses(400, "context-length-exceeded", "9000 tokens, 2048 fit")) as at:
+    async with here(place, refuses(400, "context_length_exceeded", "9000 tokens, 2048 fit")) as at:
         with pytest.raises(errors.ContextLengthError, match=r"turn t1: .*2048"):
             await at.session.run("go", turn_id="t1")
         seen = []
@@ -459,7 +459,7 @@ async def test_a_turn_ends_by_its_record_if_the_events_cannot_be_received(place)
 
 async def test_without_websockets_a_turn_ends_by_its_record(place):
     async with here(
-        place, WRITES, says("done"), refuses(400, "context-length-exceeded"), transport=Network(without_websockets)
+        place, WRITES, says("done"), refuses(400, "context_length_exceeded"), transport=Network(without_websockets)
     ) as at:
         result = await at.session.run("go", on_permission="allow")
         assert (result.text, result.stop_reason, at.written) == ("done", "end", ["hello"])

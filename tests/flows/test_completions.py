@@ -177,17 +177,17 @@ def test_an_invalid_field_is_400_and_named(http, changes, param):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_invalid_prompt_among_the_first_refuses_the_request(lab, http, stream):
     response = http.post(PATH, json=body(prompt=["a", "word " * 40_000], stream=stream))
-    error = error_of(response, 400, "context-length-exceeded")
+    error = error_of(response, 400, "context_length_exceeded")
     assert error["param"] == "prompt"
     wait_until_idle(lab)
 
 
 def test_a_later_invalid_prompt_ends_the_request(lab, http):
     prompts = ["a"] * 5 + ["word " * 40_000]
-    error_of(http.post(PATH, json=body(prompt=prompts)), 400, "context-length-exceeded")
+    error_of(http.post(PATH, json=body(prompt=prompts)), 400, "context_length_exceeded")
     with http.stream("POST", PATH, json=body(prompt=prompts, stream=True)) as response:
         *_, last = events("".join(response.iter_text()))
-    assert json.loads(last)["error"]["code"] == "context-length-exceeded"
+    assert json.loads(last)["error"]["code"] == "context_length_exceeded"
     wait_until_idle(lab)
 
 

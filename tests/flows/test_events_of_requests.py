@@ -32,7 +32,7 @@ def test_each_end_is_reported_once(echo_home):
         until(lambda: len(seen) == 9)
     ends = [(event["finish_reason"], event["code"]) for event in seen]
     length = ("length", None)
-    refused = ("error", "context-length-exceeded")
+    refused = ("error", "context_length_exceeded")
     assert ends == [length, length, length, length, refused, length, length, ("cancelled", None), length]
     assert seen[0]["request_id"] == good.headers["x-request-id"]
     assert (seen[0]["model"], seen[0]["completion_tokens"]) == ("echo", 8)

@@ -47,7 +47,7 @@ def test_a_failed_request_is_reported_with_the_model_that_should_answer(lab, htt
     with events_of(lab, "requests") as events:
         assert http.post("/v1/embeddings", json={"model": "default", "input": "a cat " * 500}).status_code == 400
         seen = next(event for event in events if event["type"] == "request")
-    assert (seen["kind"], seen["model"], seen["code"]) == ("embedding", "tiny-embedder", "context-length-exceeded")
+    assert (seen["kind"], seen["model"], seen["code"]) == ("embedding", "tiny-embedder", "context_length_exceeded")
 
 
 def test_the_blas_library_is_reported(http):

@@ -145,7 +145,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
         ({"prompt": {"id": "pmpt_1"}}, 400, "prompt", "stored prompts (send instructions and input) are not supported"),
         ({"background": True, "stream": True}, 400, None, "leave one of them out"),
         ({"background": True, "store": False}, 400, None, "must be stored"),
-        ({"input": "a " * 40_000}, 400, "input", "the prompt has"),
+        ({"input": "a " * 40_000}, 400, "input", "prompt is too long"),
         ({"model": "gpt-x"}, 404, "model", "gpt-x"),
     ],
 )

@@ -73,7 +73,7 @@ def test_one_input_is_tokenized(http, body, problem):
 
 
 def test_a_text_that_is_far_too_long_is_refused(http):
-    error_of(http.post("/tokenize", json={"content": "é" * 200_000}), 400, "context-length-exceeded")
+    error_of(http.post("/tokenize", json={"content": "é" * 200_000}), 400, "context_length_exceeded")
 
 
 def test_unknown_fields_are_ignored_and_named(http):

@@ -48,6 +48,34 @@ FRAGMENT, PING = b"\x00\x81\0\0\0\0a", b"\x89\x80\0\0\0\0"
 LONG_TEXT = b"a" * 1_000_000
 
 
+async def test_content_length_with_transfer_encoding_is_refused_and_the_connection_closed():
+    head = "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = await answer_to(f"{head}0\r\n\r\n{GET.decode()}")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"send one of them" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_all_pipelined_requests_of_a_client_that_ends_its_side_are_answered(version):
+    requests = [GET.replace(b"/read", b"/stream"), GET] if version == b"1.1" else [GET]
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(b"".join(requests).replace(b"HTTP/1.1", b"HTTP/" + version))
+        client.writer.write_eof()
+        async with asyncio.timeout(WAIT_S):
+            received = await client.reader.read()
+    assert received.count(b"HTTP/1.1 200 ") == len(requests)
+    assert received.endswith(b"\r\n0")
+
+
+async def test_a_client_that_ends_its_side_within_a_body_is_disconnected():
+    async with running(app) as host, connect_raw(host) as client:
+        client.send(b"POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\nabc")
+        client.writer.write_eof()
+        async with asyncio.timeout(WAIT_S):
+            assert await client.reader.read() == b""
+
+
 @pytest.mark.parametrize(
     ("lines", "body", "split", "status"),
     [(300, "", None, 431), (300, "", 900, 431), (20, "\n" * 1000, None, 200), (20, "\n" * 1000, -1002, 200)],

@@ -105,7 +105,7 @@ def test_failures_have_one_body_and_name_their_codes(document):
         assert all(f"`{code}`" in post[status]["description"] for code in found)
         return found
 
-    assert codes("400") == ["invalid-request", "context-length-exceeded"]
+    assert codes("400") == ["invalid-request", "context_length_exceeded"]
     assert codes("429") == ["queue-full"]
     assert codes("503") == ["no-model-loaded", "oom-unloaded", "internal-error"]
     assert codes("504") == ["lmx-timeout"]

@@ -50,7 +50,7 @@ def test_a_chat_chunk_equals_the_dump_of_its_model(logprobs, text, name, thought
     *last, done = writer.finish([[report()]])
     assert done == "data: [DONE]\n\n"
     ends = (*writer.end(1, report(finish="tool_calls")), *last)
-    for chunk in map(data, (*writer.begin(0, 7), *writer.delta(3, delta), *ends)):
+    for chunk in map(data, (*writer.begin(3, 7), *writer.delta(3, delta), *ends)):
         assert ChatChunk.model_validate_json(chunk).model_dump_json(exclude_unset=True) == chunk
 
 

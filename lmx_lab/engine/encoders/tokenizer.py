@@ -15,7 +15,7 @@ from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.texts import TextTokens
 from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
-from lmx_lab.engine.validation import check_characters, check_size, check_token_ids
+from lmx_lab.engine.validation import check_characters, check_size, check_token_ids, context_error, text_too_long
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import InputType
@@ -337,9 +337,11 @@ class TextTokenizer:
         """Check that a query leaves room for at least one token of a document."""
         context = self._rules.context_length
         if context is not None and tokens >= context:
-            raise ContextLengthError(
-                f"query has {'more than ' if cut else ''}{tokens} tokens, and the limit of {self._entry.id} is "
-                f"{context} including the document; shorten the query",
+            raise context_error(
+                f"query is too long: {'more than ' if cut else ''}{tokens} tokens leave no room for a document",
+                f"{self._entry.id}, including the document",
+                context,
+                "shorten the query",
                 param="query",
             )
 
@@ -352,8 +354,6 @@ class TextTokenizer:
         return self._rules.context_length is not None and tokens > self._rules.context_length
 
     def _too_long(self, place: str, tokens: int, *, cut: bool) -> ContextLengthError:
-        return ContextLengthError(
-            f"{place} has {'more than ' if cut else ''}{tokens} tokens, and the limit of {self._entry.id} is "
-            f"{self._rules.context_length}; shorten it{'' if place == 'query' else ' or send truncate: true'}",
-            param=place,
-        )
+        assert self._rules.context_length is not None
+        found = f"more than {tokens}" if cut else str(tokens)
+        return text_too_long(place, found, self._entry, self._rules.context_length)

@@ -37,8 +37,15 @@ from lmx_lab.engine.requests import EmbeddingRequest, Embeddings
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, detect_chat_format
 from lmx_lab.engine.texts import TextJob, TextTokens
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, try_template
-from lmx_lab.engine.validation import check_characters, check_options, check_text, check_token_ids, check_vocabularies
-from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError, UnusableModelError
+from lmx_lab.engine.validation import (
+    check_characters,
+    check_options,
+    check_text,
+    check_token_ids,
+    check_vocabularies,
+    context_error,
+)
+from lmx_lab.errors import EngineError, InvalidRequestError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import TokenTotals
 from lmx_lab.values.models import KvCacheDtype, LoadSpec, ModelEntry
@@ -237,9 +244,11 @@ class LlamaModel(LoadedModel[AnswerReader]):
         query_tokens, limit = await self._read(query, "query", truncate=False), self.tokenizer.context_length
         room = limit - len(query_tokens) - self._pair_overhead_tokens
         if room <= 0:
-            raise ContextLengthError(
-                f"query has {len(query_tokens)} tokens and {self.entry.id} takes {limit} in all, the document and the "
-                "tokens around both included; shorten the query",
+            raise context_error(
+                f"query is too long: {len(query_tokens)} tokens leave no room for a document",
+                f"{self.entry.id}, including the document and the tokens around both",
+                limit,
+                "shorten the query",
                 param="query",
             )
         pairs = []

@@ -300,7 +300,7 @@ def _as_lab_error(failure: BaseException, model: str) -> LabError:
         case LabError():
             return failure
         case RefusedError(kind="exceed_context_size_error"):
-            return ContextLengthError(f"the prompt does not fit: {failure.message}; shorten it")
+            return ContextLengthError(f"prompt is too long: {failure.message}; shorten it")
         case RefusedError(status=400):
             return InvalidRequestError(f"llama.cpp refuses this request: {failure.message}")
         case RefusedError():

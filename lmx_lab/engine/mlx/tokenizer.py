@@ -19,8 +19,8 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, is_panic
-from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_samplers, check_size
-from lmx_lab.errors import ContextLengthError, EngineError
+from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_samplers, check_size, too_long
+from lmx_lab.errors import EngineError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.tokenizer_files import InfillTokens, find_infill_tokens
 
@@ -93,11 +93,7 @@ class MlxTokenizer:
         if beginning is not text:
             assert context is not None
             if len(ids) > context:
-                raise ContextLengthError(
-                    f"the prompt has more than {len(ids)} tokens, and {self.entry.id} takes {context}, including the "
-                    "answer; shorten the prompt",
-                    param=param,
-                )
+                raise too_long(request, f"more than {len(ids)}", self.entry, context)
             check_size(text, context, self.entry.id, param)
             ids = await self._encode(text, special=special, param=param)
         return ids

@@ -30,7 +30,7 @@ PREFIXES: Mapping[ItemKind, str] = {
 }
 """Beginnings of the ids of items."""
 ERROR_CODES: Mapping[str, str] = {
-    ContextLengthError.code: "context_length_exceeded",
+    ContextLengthError.code: ContextLengthError.code,
     QueueFullError.code: "rate_limit_exceeded",
     CallerError.code: "invalid_prompt",
 }

@@ -77,6 +77,14 @@ def test_a_stream_is_the_whole_answer(form, case, http):
         assert form.comparable(whole) == form.comparable(body)
 
 
+@each_format()
+def test_a_stream_has_no_line_ends_that_only_unicode_has(form, http):
+    text = "a\u2028b\u2029c\x85d"
+    streamed = form.streamed(http, Request(messages=[{"role": "user", "content": text}]))
+    assert streamed.splitlines() == streamed.removesuffix("\n").split("\n")
+    assert form.answer(form.assemble(form.frames(streamed))).text == text
+
+
 @each_format("forced")
 def test_parallel_calls_can_be_disabled(form, tmp_path):
     calls = [{"name": "clock", "arguments": {"zone": zone}} for zone in ("UTC", "CET")]

@@ -2,9 +2,11 @@
 
 import json
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from http.client import HTTPResponse
 
 import httpx2
 import pytest
@@ -37,7 +39,10 @@ REFUSALS = {
     "unknown model": Refusal(Request(model="unheard-of"), 404, "model-not-found", "unheard-of"),
     "model not loaded": Refusal(Request(model="other"), 503, "no-model-loaded", "other is not loaded"),
     "prompt too long": Refusal(
-        Request(messages=[{"role": "user", "content": "a " * 40_000}]), 400, "context-length-exceeded", "tokens"
+        Request(messages=[{"role": "user", "content": "a " * 40_000}]),
+        400,
+        "context_length_exceeded",
+        "maximum context length is",
     ),
     "field": Refusal(Request(max_tokens="many"), 400, "invalid-request", "should be a valid integer"),
 }
@@ -51,6 +56,25 @@ def test_a_refused_request_gets_its_error_before_the_first_byte(form, http, case
     assert status == (expected.status if "http" in form.can else None)
     assert (problem.code, problem.kind) == (expected.code, form.kinds.get(expected.status))
     assert expected.message in problem.message
+
+
+# The words and the code with which agents recognize that they have to shorten their conversation.
+TOO_LONG = {
+    "LiteLLM": r"(?i)this model's maximum context length is",
+    "pi and opencode": r"(?i)maximum context length is \d+ tokens",
+    "Claude Code": r"prompt is too long[^0-9]*(\d+) tokens > (\d+)",
+}
+
+
+@pytest.mark.parametrize("agent", TOO_LONG)
+@each_format("http")
+def test_agents_recognize_a_prompt_that_is_too_long_streamed_or_not(form, http, agent):
+    request = REFUSALS["prompt too long"].request
+    _, refused = form.refusal(http, request)
+    response = http.post(form.path, json=form.body(request, stream=True))
+    streamed = form.frames(response.text)[-1] if response.is_success else response.json()
+    assert re.search(TOO_LONG[agent], refused.message)
+    assert (form.problem(streamed).code, form.problem(streamed).message) == (refused.code, refused.message)
 
 
 @each_format()
@@ -185,6 +209,39 @@ def test_a_request_ends_when_its_client_disconnects(lab, http, form, stream, pha
     assert form.answer(form.post(http, Request()).json()).text == "hello"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@each_format("http")
+def test_a_client_that_ends_only_its_own_side_gets_its_answer(lab, http, form, stream):
+    with ExitStack() as others:
+        for _ in range(2):
+            others.enter_context(Chat().stream(http, ENDLESS))
+        with form.unread(lab.server.port, Request(), stream=stream) as connection:
+            until(lambda: manager_of(lab).snapshot.queued_requests == 1)
+            connection.shutdown(socket.SHUT_WR)
+            # The server sends something that is not part of the answer, to see whether the client is there.
+            begun = connection.recv(12, socket.MSG_PEEK)
+            others.close()
+            response = HTTPResponse(connection)
+            response.begin()
+            text = response.read().decode()
+            assert connection.recv(1) == b"", "the connection is closed"
+    assert begun == (b"HTTP/1.1 200" if stream else b"HTTP/1.1 100")
+    body = form.assemble(form.frames(text)) if stream else json.loads(text)
+    assert form.answer(body).text == "hello"
+    wait_until_idle(lab)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@each_format("http")
+def test_a_request_ends_when_its_client_leaves_after_it_has_ended_its_own_side(lab, form, stream):
+    before = manager_of(lab).snapshot.totals
+    with form.unread(lab.server.port, ENDLESS, stream=stream) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        until(lambda: manager_of(lab).snapshot.totals.output_tokens > before.output_tokens)
+    wait_until_idle(lab)
+    assert manager_of(lab).snapshot.totals.output_tokens - before.output_tokens < 25_000
+
+
 @pytest.mark.slow
 def test_a_stream_that_waits_keeps_its_connection_alive(echo_home):
     # All formats wait for the same slot, because the server sends something after 5 s of silence. The connection of a
@@ -200,6 +257,8 @@ def test_a_stream_that_waits_keeps_its_connection_alive(echo_home):
             for form, pieces in streams.items():
                 while not form.keeps_alive(begun[form]):
                     begun[form] += next(pieces)
+            # Benchmarks take the first chunk for the first token.
+            assert [form.name for form in streams if "data: " not in begun[form]][:2] == ["chat", "completions"]
         for form, pieces in streams.items():
             body = form.assemble(form.frames(begun[form] + "".join(pieces)))
             assert form.answer(body).text == "hello", form.name

@@ -1,6 +1,7 @@
 """A model-based test of cursors: readers connect and disconnect while events are written and pruned, with crashes."""
 
 import asyncio
+import json
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -204,6 +205,15 @@ async def test_the_ring_is_bounded_in_events_and_bytes(store, character, size):
     await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=character * (5000 // size))))
     assert log.in_memory == (0, 0)
     assert [event.seq for event in (await log.read_page(50)).events] == [51]
+
+
+@pytest.mark.anyio
+async def test_an_event_has_no_line_ends_that_only_unicode_has(store):
+    log, text = EventLog(store, LIMITS), "a\u2028b\u2029c\x85d"
+    await store.write(lambda tx: tx.append("turn.token", TurnText(message_id="m", text=text)))
+    [event] = (await log.read_page(0)).events
+    assert event.text.splitlines() == [event.text]
+    assert json.loads(event.text)["data"]["text"] == text
 
 
 @pytest.mark.anyio

@@ -138,7 +138,7 @@ async def test_the_length_of_a_message_is_limited(here, upstream):
     ("script", "code", "text"),
     [
         (refuses(503, "no-model-loaded"), "no-model-loaded", ""),
-        (refuses(400, "context-length-exceeded"), "context-length-exceeded", ""),
+        (refuses(400, "context_length_exceeded"), "context_length_exceeded", ""),
         (refuses(429, "queue-full"), "queue-full", ""),
         (Refusal(502, b"<html>", "text/html"), "upstream-unreachable", ""),
         ([token("Hel"), token("lo"), DROP], "connection-lost", "Hello"),

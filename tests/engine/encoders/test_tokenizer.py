@@ -55,12 +55,13 @@ def test_a_text_over_the_limit_is_refused_with_its_index_its_length_and_the_limi
     with pytest.raises(ContextLengthError) as caught:
         tokens(model, "cat", words(9))
     assert caught.value.message == (
-        "input.1 has 11 tokens, and the limit of tiny-bert is 10; shorten it or send truncate: true"
+        "input.1 is too long: 11 tokens > 10 maximum. This model's maximum context length is 10 tokens (tiny-bert); "
+        "shorten it or send truncate: true"
     )
     assert caught.value.param == "input.1"
-    with pytest.raises(ContextLengthError, match=r"^documents\.513 has 11 tokens"):
+    with pytest.raises(ContextLengthError, match=r"^documents\.513 is too long: 11 tokens"):
         tokens(model, "cat", words(9), param="documents", first=512)
-    with pytest.raises(ContextLengthError, match=r"^query has 11 tokens"):
+    with pytest.raises(ContextLengthError, match=r"^query is too long: 11 tokens"):
         tokens(model, words(9), param="query", first=None)
 
 
@@ -97,11 +98,11 @@ def test_a_text_of_a_megabyte_is_refused_without_tokenizing_all_of_it(bert):
 def test_a_text_of_few_tokens_is_used_whole_unless_it_has_far_too_many_characters(bert, truncate):
     model, spaces = bert(), " " * 6401
     assert tokens(model, spaces[1:], spaces[4:] + "cat", truncate=truncate) == [(2, 3), (2, 7, 3)]
-    with pytest.raises(ContextLengthError, match="has 6401 characters, and the limit of tiny-bert is 6400"):
+    with pytest.raises(ContextLengthError, match="6401 characters > 6400 maximum"):
         tokens(model, spaces, truncate=truncate)
-    with pytest.raises(ContextLengthError, match="documents has"):
+    with pytest.raises(ContextLengthError, match="documents is too long"):
         pairs_of(model, "cat", [spaces], truncate=truncate)
-    with pytest.raises(ContextLengthError, match="query has"):
+    with pytest.raises(ContextLengthError, match="query is too long"):
         pairs_of(model, spaces, ["cat"], truncate=truncate)
 
 
@@ -145,14 +146,14 @@ def test_only_the_document_of_a_pair_is_truncated(bert):
     [pair, short] = pairs_of(model, "where is paris", [words(500), "cat"], truncate=True)
     assert pair.tokens == (2, *query, 3, *[7] * (64 - len(query) - 3), 3)
     assert short.tokens == (2, *query, 3, 7, 3)
-    with pytest.raises(ContextLengthError, match=r"documents\.1 has 106 tokens, and the limit of tiny-bert is 64"):
+    with pytest.raises(ContextLengthError, match=r"documents\.1 is too long: 106 tokens > 64 maximum"):
         pairs_of(model, "where is paris", ["cat", words(100)], truncate=False)
 
 
 @pytest.mark.parametrize("length", [62, 200_000])
 def test_a_query_that_leaves_no_room_for_documents_is_refused(bert, logit_reranker, length):
     for model in (bert(labels=1), logit_reranker):
-        with invalid("query", r"^query has ", ContextLengthError):
+        with invalid("query", r"^query is too long", ContextLengthError):
             pairs_of(model, words(length), ["cat"], truncate=True)
 
 
