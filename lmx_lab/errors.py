@@ -444,8 +444,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     # Truncated, because the name may come from a request, and the time grows with the square of its length.
     names = list(known)
     other = OTHER_NAMES.get(name)
-    similar = [other] if other in names else difflib.get_close_matches(name[:80], names, n=1)
-    return f"; did you mean {similar[0]!r}?" if similar else ""
+    by_spelling = {each.casefold(): each for each in reversed(names)}
+    similar = difflib.get_close_matches(name[:80].casefold(), by_spelling, n=1)
+    suggested = other if other in names else by_spelling[similar[0]] if similar else None
+    return f"; did you mean {suggested!r}?" if suggested else ""
 
 
 ERROR_CLASSES: dict[str, type[LabError]] = {

@@ -19,6 +19,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
+from lmx_lab.weights.facts import read_gguf
 
 IMPORT_TIMEOUT_S = 60.0
 MISSING_LIBRARY = re.compile(r"([\w.+-]+\.so[.\d]*): cannot open shared object file")
@@ -68,11 +69,11 @@ def check_copies(settings: Settings) -> Iterator[Finding]:
         copies = [entry.copy for entry in entries if entry.copy is not None]
         for copy in copies:
             yield Finding(topic="quantized", verdict="fine", found=copy.describe(name))
-        if not copies and entries[0].quantization in SLOW_TYPES:
+        if not copies and (slow := read_gguf(entries[0].path).main_type) in SLOW_TYPES:
             yield Finding(
                 topic="quantized",
                 verdict="note",
-                found=f"{name} has weights of type {entries[0].quantization}, for which llama.cpp has no fast kernels",
+                found=f"{name} has weights of type {slow}, for which llama.cpp has no fast kernels",
                 remedy=f"lmx-lab quantize {name}",
             )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmx_lab.engine.llama_cpp.process import INSTALL, PACKAGE, is_installed
+from lmx_lab.engine.tokenizing.worker import keep_descriptor_limit
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.extras import installed_version
 from lmx_lab.settings import Settings
@@ -57,7 +58,8 @@ NOT_INSTALLED = f"llama.cpp, which runs GGUF files, is not installed: {INSTALL}"
 
 
 def _make_mlx(settings: Settings, host: EngineHost) -> Engine:
-    from lmx_lab.engine.mlx.engine import MlxEngine
+    with keep_descriptor_limit():
+        from lmx_lab.engine.mlx.engine import MlxEngine
 
     return MlxEngine(settings, host)
 

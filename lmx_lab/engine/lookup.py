@@ -19,6 +19,7 @@ from lmx_lab.errors import (
     OtherModelLoadedError,
     OutOfMemoryError,
     UnusableModelError,
+    did_you_mean,
 )
 from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry, Unloading
@@ -197,14 +198,19 @@ def _none_loaded(now: EngineSnapshot) -> LabError:
     return NotLoadedError(f"no model is loaded; {LOAD_FIRST}")
 
 
-def unknown_model(name: str, now: EngineSnapshot, kinds: Kinds) -> ModelNotFoundError:
+def unknown_model(
+    name: str, now: EngineSnapshot, kinds: Kinds, on_disk: Sequence[ModelEntry] = ()
+) -> ModelNotFoundError:
     """Return the error of a name that no model on disk has. It is the same for any path, whether or not it exists."""
+    possible = [entry for entry in (*entries_in_memory(now), *on_disk) if entry.answers(kinds)]
+    similar = did_you_mean(name, (public_id(entry.id, local=False) for entry in possible))
+    advice = f"{similar} Requests" if similar else "; requests"
     # A pinned model may also be the main model, and is listed once.
     fitting = list({entry.id: None for kind in kinds for entry in entries_in_memory(now) if kind in entry.kinds})
     verb = "is" if len(fitting) < 2 else "are"
     loaded = f"{' and '.join(fitting) or 'no model that could answer'} {verb} loaded"
     return ModelNotFoundError(
-        f"no model here has the id {name[:200]!r}; requests name models by id, not by path: {loaded}, "
+        f"no model here has the id {name[:200]!r}{advice} name models by id, not by path: {loaded}, "
         "GET /admin/models lists all; a server started with --model-alias NAME=ID or --any-model accepts other names",
         param="model",
     )
@@ -245,7 +251,7 @@ def with_models_on_disk(
         in_memory = entries_in_memory(now)
         # The echo model has no files. If it is named, it is being unloaded.
         is_known = not in_memory or any(entry.id == name for entry in in_memory)
-        return error if is_known else unknown_model(name, now, kinds)
+        return error if is_known else unknown_model(name, now, kinds, on_disk)
     if not named[0].answers(kinds):
         return wrong_kind(named[0], kinds)
     return _extended(error, "a server started with --swap loads the model that a request names")

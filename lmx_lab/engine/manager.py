@@ -1666,7 +1666,7 @@ class ModelManager:
         try:
             entry = await self._finder.resolve(name, local=local)
         except ModelNotFoundError as exc:
-            raise unknown_model(name, self.snapshot, kinds) from exc
+            raise unknown_model(name, self.snapshot, kinds, await self._finder.on_disk()) from exc
         if not entry.answers(kinds):
             raise wrong_kind(entry, kinds)
         return entry

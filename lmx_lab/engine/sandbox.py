@@ -52,7 +52,8 @@ class SandboxBusyError(SandboxError):
 
 
 class SandboxDiedError(SandboxError):
-    """The process ended: it crashed, or exceeded a limit of memory or CPU time."""
+    """The process ended: it crashed, or exceeded a limit of memory or CPU time. If it had done other work before, the
+    work was also tried in a new process."""
 
 
 @dataclass(eq=False, frozen=True)
@@ -89,6 +90,7 @@ class SandboxPool:
         """How often a process was started."""
         self._starting = threading.Lock()
         self._thread: LoopThread | None = None
+        self._is_closed = False
         self._shared: dict[Path, Setup] = {}
         """The setup of the work without one, for each worker script."""
         self._kinds: weakref.WeakKeyDictionary[Setup, _Kind] = weakref.WeakKeyDictionary()
@@ -165,6 +167,7 @@ class SandboxPool:
         return kind
 
     async def _stop_all(self) -> None:
+        self._is_closed = True
         for process in list(self._processes):
             process.stop()
 
@@ -175,7 +178,7 @@ class SandboxPool:
             await kind.usual.enter(asyncio.get_running_loop().time())
             try:
                 with contextlib.suppress(SandboxError):
-                    kind.keep(await self._take(kind, worker, setup), self.idle_s)
+                    kind.keep(await self._new_process(worker, setup), self.idle_s)
             finally:
                 kind.usual.leave()
 
@@ -200,38 +203,42 @@ class SandboxPool:
         await lane.enter(until)
         try:
             entered = loop.time()
-            process = await self._take(kind, worker, setup)
-            reply = asyncio.ensure_future(process.request(message))
-            try:
-                began = loop.time()
-                # The time limits do not include the start of a process.
-                end = min(began + limit_s, until + began - entered)
-                while not (await asyncio.wait([reply], timeout=max(0.0, min(self.share_s, end - loop.time()))))[0]:
-                    if loop.time() >= end:
-                        raise SandboxTimeoutError if end - began >= limit_s / 2 else SandboxBusyError
-                    if lane is kind.usual and kind.slow.is_free:
-                        await kind.slow.enter(until)
-                        lane.leave()
-                        lane = kind.slow
-                    elif lane is kind.usual and lane.waiting:
-                        return None
-                return reply.result()
-            finally:
-                if not reply.done():
-                    reply.cancel()
-                    process.stop()
-                if kind.idle is not None or (lane is kind.slow and not kind.usual.is_free):
-                    # Other work has started a process meanwhile, and one is enough.
-                    process.stop()
-                if not process.is_stopped:
-                    kind.keep(process, None if setup.keep else self.idle_s)
+            while True:
+                idle = kind.take_idle()
+                process = idle or await self._new_process(worker, setup)
+                reply = asyncio.ensure_future(process.request(message))
+                try:
+                    began = loop.time()
+                    # The time limits do not include the start of a process.
+                    end = min(began + limit_s, until + began - entered)
+                    while not (await asyncio.wait([reply], timeout=max(0.0, min(self.share_s, end - loop.time()))))[0]:
+                        if loop.time() >= end:
+                            raise SandboxTimeoutError if end - began >= limit_s / 2 else SandboxBusyError
+                        if lane is kind.usual and kind.slow.is_free:
+                            await kind.slow.enter(until)
+                            lane.leave()
+                            lane = kind.slow
+                        elif lane is kind.usual and lane.waiting:
+                            return None
+                    return reply.result()
+                except SandboxDiedError:
+                    # The system may have killed a kept process for its memory, not because of this message.
+                    if idle is None or self._is_closed:
+                        raise
+                finally:
+                    if not reply.done():
+                        reply.cancel()
+                        process.stop()
+                    if kind.idle is not None or (lane is kind.slow and not kind.usual.is_free):
+                        # Other work has started a process meanwhile, and one is enough.
+                        process.stop()
+                    if not process.is_stopped:
+                        kind.keep(process, None if setup.keep else self.idle_s)
         finally:
             lane.leave()
 
-    async def _take(self, kind: _Kind, worker: Path, setup: Setup) -> _Process:
-        """Return the idle process, or a new one that is ready for work."""
-        if (process := kind.take_idle()) is not None:
-            return process
+    async def _new_process(self, worker: Path, setup: Setup) -> _Process:
+        """Return a process that is ready for work."""
         try:
             process = _Process(worker, on_stop=self._processes.discard)
         except OSError as exc:

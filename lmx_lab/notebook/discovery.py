@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -36,6 +36,10 @@ MAX_NAME_BYTES = 63
 FOUND_S = 3.0
 """Time that ``discover`` waits for announcements. A lab that has just answered a search may take a second to answer
 again."""
+ADDRESS_S = 1
+"""Time that the address of an announced name may take. The addresses of all names are requested at the same time."""
+MAX_NAMES = 100
+"""Number of announced names whose addresses are requested. As many again may have the name that the caller needs."""
 # An address, or a host with a port or a domain.
 _ADDRESS = re.compile(r"[:/.]|^localhost$", re.IGNORECASE)
 
@@ -116,37 +120,45 @@ def find_address(name: str, *, interfaces: Sequence[str] | None = None) -> str:
 def _browse(timeout_s: float, interfaces: Sequence[str] | None, wanted: str = "") -> list[FoundLab]:
     """Return the announced labs, sorted by their names, without asking them for their models.
 
+    Takes at most ``timeout_s`` and ``ADDRESS_S``, however many names other devices announce.
+
     Args:
-        wanted: The search ends as soon as this name is found.
+        wanted: The search ends as soon as the address of this name is found.
     """
     zeroconf = import_optional("zeroconf", "finding labs")
-    names: set[str] = set()
-    resolved: list[FoundLab] = []
+    resolved: dict[str, FoundLab] = {}
+    searches: dict[str, Future[None]] = {}
     is_found = threading.Event()
+
+    async def resolve(service: str) -> None:
+        info = zeroconf.ServiceInfo(SERVICE, service)
+        if await info.async_request(network, ADDRESS_S * 1000) and info.port and (found := info.parsed_addresses()):
+            resolved[service] = FoundLab(
+                name=_name(service),
+                address=f"http://{bracketed(found[0])}:{info.port}",
+                model=None,
+                key_needed=(info.properties or {}).get(b"key") == b"1",
+            )
+            if _name(service).casefold() == wanted:
+                is_found.set()
 
     def changed(name: str, state_change: Any, **_: Any) -> None:
         if state_change is zeroconf.ServiceStateChange.Removed:
-            names.discard(name)
-        elif len(names) < 100:  # Any device can announce any number of labs.
-            names.add(name)
-            if _name(name).casefold() == wanted:
-                is_found.set()
+            resolved.pop(name, None)
+            return
+        # Any device can announce any number of labs, which must not keep the wanted one from being found.
+        limit = 2 * MAX_NAMES if _name(name).casefold() == wanted else MAX_NAMES
+        if name not in searches and len(searches) < limit:
+            searches[name] = asyncio.run_coroutine_threadsafe(resolve(name), network.loop)
 
     with contextlib.closing(_open(zeroconf, interfaces)) as network:
         browser = zeroconf.ServiceBrowser(network, SERVICE, handlers=[changed])
-        is_found.wait(timeout_s)
+        if not is_found.wait(timeout_s):
+            wait(list(searches.values()), ADDRESS_S)
         browser.cancel()
-        for name in list(names):
-            info = network.get_service_info(SERVICE, name, timeout=1000)  # In milliseconds.
-            if info is not None and info.port and (addresses := info.parsed_addresses()):
-                lab = FoundLab(
-                    name=_name(name),
-                    address=f"http://{bracketed(addresses[0])}:{info.port}",
-                    model=None,
-                    key_needed=(info.properties or {}).get(b"key") == b"1",
-                )
-                resolved.append(lab)
-    return sorted(resolved, key=lambda lab: lab.name.casefold())
+        for search in searches.values():
+            search.cancel()
+    return sorted(resolved.values(), key=lambda lab: lab.name.casefold())
 
 
 def _name(service: str) -> str:

@@ -18,6 +18,7 @@ from lmx_lab.weights.hub import cache_folder
 from lmx_lab.weights.locations import (
     copy_locations,
     folder_locations,
+    gguf_models,
     hub_locations,
     join_formats,
     model_path,
@@ -39,7 +40,7 @@ from lmx_lab.weights.store import (
     workspace,
 )
 
-HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(?::(?P<choice>[!-9;-~]{1,200}))?", re.ASCII)
+HUB_ID = re.compile(r"(?!\.{1,2}/)(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(?::(?P<choice>[!-9;-~]{1,200}))?", re.ASCII)
 """``org/name`` or ``org/name:Q4_K_M``; the name of a GGUF file is also allowed after the colon."""
 
 
@@ -97,7 +98,9 @@ class Catalog:
         named = list(path_locations(name)) if local else []
         listed = [location for _, locations in self._roots() for location in locations]
         locations = join_formats([*listed, *named])
-        paths, is_path = [location.path for location in named], os.path.isabs(name)
+        # A name without the ending of a file in the working folder is first that of a listed model.
+        paths = [it.path for it in named if name == it.path.name or name not in it.aliases]
+        is_path = os.path.isabs(name)
         # A path means the listed model at this path if there is one, and not a model that was converted from the file.
         exact = [it for it in locations if it.path in paths or (it.id == name and not is_path)]
         entries: list[ModelEntry] = []
@@ -113,7 +116,7 @@ class Catalog:
             else:
                 first = first or location
         if first is None:
-            raise failure or self._not_found(name)
+            raise failure or self._not_found(name, local=local)
         if all_formats:
             known = {entry.path for entry in entries}
             others = (it for it in locations if it.is_format_of(first) and it.path not in known)
@@ -156,7 +159,7 @@ class Catalog:
             return self._fetch_starter(starter, format, report)
         if match := HUB_ID.fullmatch(name):
             return self._fetch_from_hub(name, match["repo"], match["choice"], report)
-        raise self._not_found(name)
+        raise self._not_found(name, local=True)
 
     def convert(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
         """Return a model in MLX's format. It is fetched if necessary, and a GGUF file is converted into the store once.
@@ -209,7 +212,7 @@ class Catalog:
                     f"`lmx-lab pull {name}`",
                     param="model",
                 )
-            raise self._not_found(name)
+            raise self._not_found(name, local=True)
         # Slow to import, and most processes never download.
         from lmx_lab.weights.hub_download import fetch_headers
 
@@ -315,11 +318,14 @@ class Catalog:
             return None
         return ModelNotFoundError(f"{name} has several models on disk; name one: {', '.join(here)}", param="model")
 
-    def _not_found(self, name: str) -> ModelNotFoundError:
+    def _not_found(self, name: str, *, local: bool) -> ModelNotFoundError:
         entries = self.scan()
         here = list(by_model(entries))
         aliases = [alias for entry in entries for alias in entry.aliases]
-        similar = did_you_mean(name, dict.fromkeys([*here, *STARTERS, ECHO.id, *aliases]))
+        # Only a caller on this machine may learn which files are in a folder.
+        folder, _, file = name.rpartition("/") if local else ("", "", "")
+        beside = [f"{folder}/{path.name}" for path in gguf_models(Path(folder).expanduser())] if folder and file else []
+        similar = did_you_mean(name, dict.fromkeys([*here, *STARTERS, ECHO.id, *aliases, *beside]))
         remedy = f"{similar} Available" if similar else "; available"
         known = ", ".join(STARTERS)
         return self._ambiguous(name) or ModelNotFoundError(

@@ -17,7 +17,7 @@ from typing import TypeVar, get_args
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelLocation, QuantizedCopy, QuantizedType, Source
 from lmx_lab.weights.files import list_folder, read_json
-from lmx_lab.weights.gguf.names import GgufFiles, choices_for, group_files, is_gguf, label_models, parts_of
+from lmx_lab.weights.gguf.names import GgufFiles, choices_for, group_files, is_gguf, label_models, parts_of, stem_of
 from lmx_lab.weights.hub import CachedRepo, is_unverified, repositories
 from lmx_lab.weights.starters import find_starter
 from lmx_lab.weights.store import lock_model
@@ -37,7 +37,8 @@ def store_location(path: Path, name: str) -> ModelLocation:
     """Return the location of a model in the lab's own folder, whose folder there has this name."""
     starter = find_starter(name)
     if starter is None:
-        return ModelLocation(id=name, path=path, source="store", converted_from=read_source(path))
+        aliases = _file_names(name, path)
+        return ModelLocation(id=name, path=path, source="store", aliases=aliases, converted_from=read_source(path))
     aliases = () if name == starter.id else (name,)
     return ModelLocation(id=starter.id, path=path, source="store", aliases=aliases, family=f"starter {starter.id}")
 
@@ -107,7 +108,7 @@ def folder_locations(folder: Path, source: Source) -> Iterator[ModelLocation]:
         yield ModelLocation(id=folder.name, path=folder, source=source)
         return
     for path in gguf_models(folder):
-        yield ModelLocation(id=path.name, path=path, source=source)
+        yield ModelLocation(id=path.name, path=path, source=source, aliases=_file_names(path.name, path))
     for path in _folders(folder):
         yield from _subfolder_locations(path, path.name, source)
         if not is_model_folder(path):
@@ -122,7 +123,17 @@ def _subfolder_locations(folder: Path, name: str, source: Source) -> Iterator[Mo
         return
     models = gguf_models(folder)
     for path in models:
-        yield ModelLocation(id=name if len(models) == 1 else f"{name}/{path.name}", path=path, source=source)
+        id_ = name if len(models) == 1 else f"{name}/{path.name}"
+        yield ModelLocation(id=id_, path=path, source=source, aliases=_file_names(id_, path))
+
+
+def _file_names(id_: str, path: Path) -> tuple[str, ...]:
+    """Return the names of a model's GGUF file with and without its ending, which are aliases of the id."""
+    if not is_gguf(path.name):
+        return ()
+    stem = stem_of(path.name)
+    folder = id_.removesuffix(path.name) if id_.endswith(path.name) else ""
+    return tuple(name for name in dict.fromkeys((f"{folder}{stem}", path.name, stem)) if name != id_)
 
 
 def hub_locations(cache: Path) -> Iterator[ModelLocation]:
@@ -154,8 +165,14 @@ def _cached_ggufs(repo: CachedRepo) -> dict[GgufFiles, Path]:
 
 
 def path_locations(name: str) -> Iterator[ModelLocation]:
-    """Return the file or folder of that name. A starter's id never refers to a folder of the same name."""
+    """Return the file or folder of that name, or else the GGUF file with this name and its ending.
+
+    A starter's id never refers to a folder of the same name.
+    """
     path = Path(os.path.expanduser(name)).absolute()
+    aliases: tuple[str, ...] = ()
+    if name.strip() and not os.path.lexists(path) and os.path.lexists(file := path.with_name(f"{path.name}.gguf")):
+        path, aliases = file, (name,)
     # Any part of a split model will do. If others are missing, the error is raised when the model is read.
     if (
         find_starter(name) is None
@@ -164,7 +181,8 @@ def path_locations(name: str) -> Iterator[ModelLocation]:
     ):
         found = model_path(path)
         # The whole path is the id: another model may have the name of the folder.
-        yield ModelLocation(id=os.path.abspath(found), path=found, source="path")
+        aliases += (found.name, stem_of(found.name)) if is_gguf(found.name) else ()
+        yield ModelLocation(id=os.path.abspath(found), path=found, source="path", aliases=aliases)
 
 
 def model_path(path: Path) -> Path:

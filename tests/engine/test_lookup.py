@@ -118,6 +118,14 @@ def test_the_refusal_of_an_unknown_name_lists_the_models_that_could_answer():
     assert "no model that could answer is loaded" in unknown_model("gpt", EMPTY, CHAT).message
 
 
+def test_the_refusal_of_an_unknown_name_suggests_a_similar_model_that_could_answer():
+    coder = replace(TINY_ENTRY, id="/models/Coder-Q4_K_M.gguf")
+    message = unknown_model("coder-q4", in_memory(coder), CHAT).message
+    assert "the id 'coder-q4'; did you mean 'Coder-Q4_K_M.gguf'? Requests name models by id" in message
+    assert "did you mean 'minilm'?" in unknown_model("MiniLM-L6", EMPTY, EMBEDDING, DISK).message
+    assert "did you mean" not in unknown_model("MiniLM-L6", EMPTY, CHAT, DISK).message
+
+
 def test_the_refusal_of_an_unknown_name_is_true_of_a_path_that_exists_and_short():
     message = unknown_model("/models/tiny", READY, CHAT).message
     assert "by id, not by path" in message

@@ -126,12 +126,39 @@ async def test_a_process_that_announces_an_endless_reply_is_stopped(pool, ask):
     assert pool.pids == []
 
 
-async def test_a_process_that_was_killed_between_messages_is_started_again(pool, ask):
+@pytest.mark.parametrize("ends_first", [True, False])
+async def test_a_process_that_was_killed_between_messages_is_started_again(pool, ask, ends_first):
     await ask(b"a")
     (child,) = map(psutil.Process, pool.pids)
     child.kill()
-    child.wait()
+    if ends_first:
+        child.wait()
     assert await ask(b"b") == b"done b"
+
+
+async def test_work_is_repeated_once_if_its_kept_process_is_killed(pool, ask, tmp_path):
+    path, begun = tmp_path / "never", tmp_path / "never.begun"
+    await ask(b"a")
+    task = asyncio.create_task(ask(f"wait {path}".encode()))
+    await auntil(begun.exists)
+    begun.unlink()
+    psutil.Process(*pool.pids).kill()
+    await auntil(begun.exists)
+    assert pool.starts == 2
+    psutil.Process(*pool.pids).kill()
+    with pytest.raises(SandboxDiedError):
+        await task
+    assert pool.starts == 2
+
+
+async def test_closing_repeats_no_work(pool, ask, tmp_path):
+    await ask(b"a")
+    task = asyncio.create_task(ask(f"wait {tmp_path / 'never'}".encode()))
+    await auntil((tmp_path / "never.begun").exists)
+    pool.close()
+    with pytest.raises(SandboxDiedError):
+        await task
+    assert pool.starts == 1
 
 
 async def test_cancelled_work_is_stopped(pool, ask, tmp_path):

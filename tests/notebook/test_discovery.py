@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 import socket
+import threading
 import time
 
 import pytest
@@ -72,6 +73,36 @@ def test_labs_of_one_name_are_found_and_told_apart(tmp_path, monkeypatch):
     assert discovery.discover().dtypes.to_dict() == found.dtypes.to_dict()
     with pytest.raises(errors.UnreachableError, match=r"\(found: .*\); start it with --announce"):
         find_address(NAME)
+
+
+@pytest.fixture
+def many_names_without_address():
+    """A device that continuously announces 100 names, and answers no question about them."""
+    import zeroconf  # not needed by fast tests
+
+    message = zeroconf.DNSOutgoing(0x8400)  # an authoritative answer
+    for number in range(100):
+        name = zeroconf.DNSPointer(discovery.SERVICE, 12, 1, 4500, f"{number}.{discovery.SERVICE}")
+        message.add_answer_at_time(name, 0)
+    ended = threading.Event()
+
+    def announce(device):
+        while not ended.wait(0.05):
+            device.send(message)
+
+    with contextlib.closing(zeroconf.Zeroconf(interfaces=LOOPBACK, ip_version=zeroconf.IPVersion.V4Only)) as device:
+        thread = threading.Thread(target=announce, args=(device,))
+        thread.start()
+        yield
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("many_names_without_address")
+def test_a_lab_is_found_by_its_name_among_many_others():
+    with announced(NAME, 8400), waited(QUIET_S):
+        assert find_address(NAME, interfaces=LOOPBACK) == "http://127.0.0.1:8400"
 
 
 @pytest.mark.parametrize(

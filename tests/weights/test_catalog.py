@@ -10,7 +10,7 @@ from lmx_lab.values.models import ECHO, ModelEntry, ModelLocation
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.facts import read_folder
 from lmx_lab.weights.locations import join_formats
-from tests.support.gguf import EXACT, LOSSY, store_copy
+from tests.support.gguf import EXACT, LOSSY, split_gguf, store_copy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -67,6 +67,64 @@ def test_an_unknown_name_is_refused_with_the_most_similar_one(catalog, settings,
         with pytest.raises(ModelNotFoundError) as caught:
             look(name)
         assert caught.value.message.startswith(f"there is no model {name!r} on disk; {remedy}")
+
+
+@pytest.fixture
+def files(settings, tmp_path, tiny_gguf, monkeypatch):
+    """GGUF files in the store, in its folders, and in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    paths = {name: settings.models_folder / name for name in ("Top-Q4_K_M.gguf", "one/Only.gguf", "two/A.gguf")}
+    paths |= {"two/B.gguf": settings.models_folder / "two/B.gguf", "here.gguf": tmp_path / "here.gguf"}
+    paths["A.gguf"] = tmp_path / "A.gguf"
+    for path in paths.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(tiny_gguf)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("Top-Q4_K_M.gguf", "Top-Q4_K_M.gguf"),
+        ("Top-Q4_K_M", "Top-Q4_K_M.gguf"),
+        ("top-q4_k_m", "Top-Q4_K_M.gguf"),
+        ("one", "one/Only.gguf"),
+        ("Only", "one/Only.gguf"),
+        ("Only.gguf", "one/Only.gguf"),
+        ("two/B", "two/B.gguf"),
+        ("B.gguf", "two/B.gguf"),
+        ("here", "here.gguf"),
+        ("./here", "here.gguf"),
+        # A path in the working folder is meant rather than an alias, but not without its ending.
+        ("A.gguf", "A.gguf"),
+        ("A", "two/A.gguf"),
+    ],
+)
+def test_a_gguf_file_is_found_by_its_name_without_the_ending(catalog, files, name, file):
+    assert catalog.resolve(name).path == files[file]
+    assert catalog.fetch(name).path == files[file]
+
+
+def test_a_split_model_is_found_by_its_name_without_the_number_of_a_part(catalog, settings, tiny_gguf):
+    parts = split_gguf(tiny_gguf, 2, settings.models_folder)
+    assert catalog.resolve(parts[0].name.partition("-00001")[0]).path == parts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "similar"), [("top-q4_k", "Top-Q4_K_M"), ("./her", "./here.gguf"), ("{cwd}/hre", "{cwd}/here.gguf")]
+)
+@pytest.mark.usefixtures("files")
+def test_a_similar_file_is_suggested(catalog, tmp_path, name, similar):
+    with pytest.raises(ModelNotFoundError, match="did you mean") as caught:
+        catalog.fetch(name.format(cwd=tmp_path))
+    assert f"did you mean {similar.format(cwd=tmp_path)!r}?" in caught.value.message
+
+
+def test_other_machines_learn_no_files_beside_a_path(catalog, files):
+    path = str(files["here.gguf"])
+    with pytest.raises(ModelNotFoundError) as caught:
+        catalog.resolve(path[: -len(".gguf")], local=False)
+    assert "here.gguf" not in caught.value.message
 
 
 def test_a_ref_of_the_hub_cache_cannot_lead_outside_its_snapshots(catalog, tmp_path, make_model):

@@ -84,8 +84,8 @@ def test_a_folder_that_the_programs_settings_name_is_used(user, settings, tmp_pa
     (tmp_path / "c/org/name").mkdir(parents=True)
     (tmp_path / "c/org/name/model.gguf").symlink_to(tiny_gguf)
     assert listed(settings) == {
-        "org/name": ("lm-studio", ()),
-        "org_name_model.gguf": ("llama.cpp", ()),
+        "org/name": ("lm-studio", ("model", "model.gguf")),
+        "org_name_model.gguf": ("llama.cpp", ("org_name_model",)),
         "tiny:latest": ("ollama", ("tiny",)),
     }
 
@@ -97,7 +97,8 @@ def test_the_default_folders_are_used(user, settings, tiny_gguf):
     # A projector beside a model is not a model.
     for path in (studio / "a-Q4_0.gguf", studio / "mmproj-a.gguf", llama / "b.gguf"):
         path.symlink_to(tiny_gguf)
-    assert listed(settings) == {"b.gguf": ("llama.cpp", ()), "org/name": ("lm-studio", ())}
+    names = {"b.gguf": ("llama.cpp", ("b",)), "org/name": ("lm-studio", ("a-Q4_0", "a-Q4_0.gguf"))}
+    assert listed(settings) == names
 
 
 @pytest.mark.parametrize(

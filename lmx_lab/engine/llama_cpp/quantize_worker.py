@@ -31,7 +31,7 @@ import numpy.typing as npt
 from lmx_lab.engine.llama_cpp.quantized_types import type_after
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import QuantizedCopy, QuantizedType
-from lmx_lab.weights.gguf.header import TENSOR_TYPES, GgufHeader, GgufTensor, read_header
+from lmx_lab.weights.gguf.header import FILE_TYPES, TENSOR_TYPES, GgufHeader, GgufTensor, read_header
 from lmx_lab.weights.store import FULL
 
 TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
@@ -48,8 +48,6 @@ MAX_TOKENS = 480
 CHUNK_TOKENS = 32
 SLICE_WEIGHTS = 2**20
 """Number of weights that a thread converts at a time: 4 MB as float32."""
-FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "IQ4_NL": 25}
-"""llama.cpp's numbers in ``general.file_type``."""
 FILE_TYPE_KEY = struct.pack("<Q", 17) + b"general.file_type" + struct.pack("<I", 4)
 PASSES = {128: 2, 8: 5, 1: 8}
 """Number of tokens of a timed pass, and how often it is repeated. The fastest time counts."""
@@ -217,8 +215,9 @@ def write_copy(header: GgufHeader, target: Path, type_name: QuantizedType, ggml:
         sizes.append(math.prod(tensor.shape) // weights * block_bytes)
     with header.path.open("rb") as source, target.open("xb") as out:
         # Magic, version, counts and metadata, with the new type of the file, if the file states one.
+        number = next(number for number, name in FILE_TYPES.items() if name == type_name)
         head, key, rest = source.read(header.table_offset).partition(FILE_TYPE_KEY)
-        out.write(head + key + struct.pack("<I", FILE_TYPES[type_name]) + rest[4:] if key else head)
+        out.write(head + key + struct.pack("<I", number) + rest[4:] if key else head)
         offset = 0
         for tensor, new, size in zip(header.tensors, types, sizes, strict=True):
             name, count = tensor.name.encode(), len(tensor.shape)

@@ -15,6 +15,7 @@ from lmx_lab.engine.text.tool_calls import (
     CallReader,
     EnforcedCallReader,
     ParsedCallReader,
+    UnmarkedCalls,
 )
 from lmx_lab.values.outputs import ToolCallDelta
 
@@ -137,6 +138,8 @@ class ChannelParser:
         self._call_format = format.calls
         self._numbering = CallNumbering()
         self._call: CallReader | None = None
+        unmarked = format.calls.unmarked if format.calls is not None else None
+        self._unmarked = UnmarkedCalls(unmarked, self._numbering) if unmarked is not None else None
         self._whitespace = TrailingWhitespace()
         """Trailing whitespace of the content, which is dropped if a call follows."""
         self._reasoning_whitespace = TrailingWhitespace()
@@ -165,6 +168,7 @@ class ChannelParser:
         if self._cut is not None:
             return self._cut
         in_call = self._call.held if self._call is not None else 0
+        in_call += self._unmarked.held if self._unmarked is not None else 0
         return self._read - in_call - self._whitespace.held - self._reasoning_whitespace.held - self.stops.held
 
     def feed(self, text: str) -> ChannelOutput:
@@ -217,6 +221,8 @@ class ChannelParser:
         self.state = after
         if before == CONTENT and after != TOOL:
             self._end_content()
+        elif before == CONTENT:
+            self._end_unmarked()
         self._read += len(marker)
         if before == TOOL and self._call is not None:
             self._close_call(marker)
@@ -260,19 +266,32 @@ class ChannelParser:
         self._after_call = False
         begin = self._read - self._whitespace.held - len(text) - self.stops.held
         certain, stopped = self.stops.feed(text)
-        self._output.content.append(certain)
+        self._append_content(certain)
         if stopped:
             self._output.stopped = True
             self._cut = begin + len(certain)
+            self._end_unmarked()
 
     def _end_content(self) -> None:
         space = self._whitespace.take()
         if not self._after_call:
             self._output_content(space)
         if self._cut is None:
-            self._output.content.append(self.stops.finish())
+            self._append_content(self.stops.finish())
+            self._end_unmarked()
+
+    def _append_content(self, text: str) -> None:
+        self._output.content.append(text if self._unmarked is None else self._unmarked.feed(text))
 
     # Calls
+
+    def _end_unmarked(self) -> None:
+        """Decide whether the content that is held back consists of calls."""
+        if self._unmarked is not None:
+            text, calls = self._unmarked.finish()
+            self._output.content.append(text)
+            self._output.calls += calls
+            self._after_call = self._after_call or bool(calls)
 
     def _open_call(self, marker: str) -> None:
         calls = self._call_format
@@ -297,7 +316,7 @@ class ChannelParser:
         if any(delta.id is not None for delta in deltas):
             # The first delta of a call: whitespace before it is dropped, and no stop string can begin before it.
             self._whitespace.take()
-            self._output.content.append(self.stops.finish())
+            self._append_content(self.stops.finish())
             self._drops_leading_whitespace, self._after_call = False, True
         self._output.calls += deltas
         if call.repeats:

@@ -120,11 +120,15 @@ class ChatFormat:
         if tools is None:
             return None
         own = self.own_calls
+        # With a requested format, an object is the answer and not a call.
+        unmarked = tools if not tools.forced and request.answer_format is None else None
         if own is None or tools.forced or request.answer_format is not None:
             # A small model that is forced to call would repeat its call up to the maximum length.
-            return replace(GENERIC, may_repeat=not tools.forced)
+            return replace(GENERIC, may_repeat=not tools.forced, unmarked=unmarked)
         described = template_tools(tools)
-        return CallFormat(start=own.start, end=own.end, parse=lambda text: own.parse(text, described))
+        return CallFormat(
+            start=own.start, end=own.end, parse=lambda text: own.parse(text, described), unmarked=unmarked
+        )
 
     def channel_format(self, request: GenerationRequest, state: ReasoningState) -> ChannelFormat | None:
         """Return how the answer divides into channels; None if all of it is content."""

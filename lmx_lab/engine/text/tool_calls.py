@@ -2,6 +2,7 @@
 
 There are two readers. One streams calls whose form a grammar enforces. The other buffers a whole section and passes it
 to the parser of the model's own format. A section that contains no valid call is returned as text, with its markers.
+``UnmarkedCalls`` recognizes answers that consist of calls without markers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lmx_lab.engine.requests import ToolUse
 from lmx_lab.values.outputs import ToolCallDelta
 
 ID_ALPHABET = string.ascii_letters + string.digits
@@ -23,6 +25,10 @@ IN_STRING = re.compile(r'["\\]')
 SPACE_BETWEEN = re.compile(r'("(?:[^"\\]|\\.)*"?)|\s+', re.DOTALL)
 """Matches white space outside of strings, and whole strings. The last string may be incomplete."""
 IN_NESTING = re.compile(r'["{}\[\]]')
+AROUND_UNMARKED = re.compile(r"(?:[\s,\[\]]|`+\w*)*")
+"""Matches what may stand before, between and after calls without markers: a list of calls, and code blocks."""
+MAX_AROUND = 256
+"""Maximum number of characters of it in one place."""
 ParseCalls = Callable[[str], Any]
 """Parses the text between the markers to one call or a list of calls: ``{"name", "arguments"}``, optionally with an
 ``id``."""
@@ -41,6 +47,8 @@ class CallFormat:
     the markers is ``{"name": ..., "arguments": {...}}``, in this order, so that it can be streamed."""
     may_repeat: bool = True
     """Whether an answer may repeat a call. If not, the answer ends before the repetition. Only for enforced calls."""
+    unmarked: ToolUse | None = None
+    """The tools that an answer also calls if it consists of calls without markers; None if markers are required."""
 
 
 class CallNumbering:
@@ -263,6 +271,98 @@ class ParsedCallReader(CallReader):
             return []
         self._accept()
         return [self._numbering.begin(name, arguments, id_) for name, arguments, id_ in calls]
+
+
+class UnmarkedCalls:
+    """Recognizes the calls of an answer that consists of calls without markers, as many models write them.
+
+    Such an answer is one or several objects ``{"name": ..., "arguments": {...}}`` that name a given tool: one after the
+    other, in a list, or in code blocks. Any other answer is text, even if a part of it looks like a call, because text
+    often explains a call that it does not make. Text is held back as long as it may be calls.
+    """
+
+    def __init__(self, tools: ToolUse, numbering: CallNumbering) -> None:
+        self._names = {tool.name for tool in tools.tools}
+        self._parallel = tools.parallel
+        self._numbering = numbering
+        names = ("".join(json.dumps(name, ensure_ascii=False).split()) for name in self._names)
+        self._beginnings = (
+            *(f'{{"name":{name}' for name in names),
+            '{"arguments":',
+            '{"parameters":',
+            '{"type":"function',
+        )
+        """How a call begins, without white space."""
+        self._is_text = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pieces: list[str] = []
+        self.held = 0
+        """Number of characters that are held back."""
+        self._calls: list[tuple[str, str, str | None]] = []
+        self._around = ""
+        """What was read since the last object."""
+        self._object: list[str] = []
+        """The pieces of an object that is not complete."""
+        self._scanner = _ValueScanner()
+        self._has_begun = False
+        """Whether the object has begun as a call does."""
+
+    def feed(self, text: str) -> str:
+        """Read more text, and return the text that is not part of a call."""
+        if self._is_text or not text:
+            return text
+        self._pieces.append(text)
+        self.held += len(text)
+        return "" if self._may_be_calls(text) else self._release()
+
+    def finish(self) -> tuple[str, list[ToolCallDelta]]:
+        """Return the text that was held back if it is not a call, and otherwise the calls. Calls may follow again."""
+        if self._object or not self._calls:
+            return self._release() if self.held else "", []
+        calls = self._calls if self._parallel else self._calls[:1]
+        self._begin()
+        return "", [self._numbering.begin(name, arguments, id_) for name, arguments, id_ in calls]
+
+    def _release(self) -> str:
+        text = "".join(self._pieces)
+        self._begin()
+        self._is_text = bool(text.strip())
+        return text
+
+    def _may_be_calls(self, text: str) -> bool:
+        at = 0
+        while at < len(text):
+            if not self._object:
+                start = text.find("{", at)
+                end = len(text) if start < 0 else start
+                self._around += text[at:end]
+                if len(self._around) > MAX_AROUND or not AROUND_UNMARKED.fullmatch(self._around):
+                    return False
+                if start < 0:
+                    return True
+                self._around, self._scanner, self._has_begun, at = "", _ValueScanner(), False, start
+            end = self._scanner.feed(text, at)
+            self._object.append(text[at:end])
+            at = end
+            if not self._has_begun:
+                beginning = "".join("".join(self._object).split())
+                self._has_begun = beginning.startswith(self._beginnings)
+                if not self._has_begun and not any(each.startswith(beginning) for each in self._beginnings):
+                    return False
+            if self._scanner.done:
+                try:
+                    call = json.loads("".join(self._object))
+                    call = call.get("function", call)
+                    self._calls.append(_check_call({"arguments": call.get("parameters"), **call}))
+                except Exception:
+                    # Model text can raise any exception, including RecursionError.
+                    return False
+                self._object = []
+                if self._calls[-1][0] not in self._names:
+                    return False
+        return True
 
 
 def _check_call(call: Any) -> tuple[str, str, str | None]:

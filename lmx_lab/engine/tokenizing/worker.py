@@ -15,8 +15,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
+import threading
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ NICENESS = 5
 """Long texts are less urgent than the requests that the engine computes."""
 _tokenizers: list[Any] = []
 """The current tokenizer."""
+_importing = threading.Lock()
 
 
 def pack(header: dict[str, Any], data: bytes = b"") -> bytes:
@@ -54,6 +58,27 @@ def handle(request: bytes) -> bytes:
         return pack({"error": f"{type(exc).__name__}: {exc}"[:500]})
 
 
+@contextlib.contextmanager
+def keep_descriptor_limit() -> Iterator[None]:
+    """Keep the limit of open files of this process in the block, which imports mlx-lm.
+
+    mlx-lm sets it to 2,048, and the hard limit to 4,096. The process could not raise a lowered hard limit again, and a
+    hard limit below 4,096 would make the import fail.
+    """
+    with _importing:
+        set_limit, importer = resource.setrlimit, threading.get_ident()
+
+        def set_other_limit(kind: int, limits: tuple[int, int], /) -> None:
+            if kind != resource.RLIMIT_NOFILE or threading.get_ident() != importer:
+                set_limit(kind, limits)
+
+        resource.setrlimit = set_other_limit
+        try:
+            yield
+        finally:
+            resource.setrlimit = set_limit
+
+
 def _build(data: memoryview) -> None:
     # Not when this file is imported, because the parent also imports it.
     with contextlib.suppress(OSError):
@@ -68,7 +93,8 @@ def _build(data: memoryview) -> None:
 
 def _answer(header: dict[str, Any], data: memoryview) -> bytes:
     if "load" in header:
-        from mlx_lm import tokenizer_utils  # slow to import, and needed for few models
+        with keep_descriptor_limit():
+            from mlx_lm import tokenizer_utils  # slow to import, and needed for few models
 
         started = time.process_time()
         tokenizer_utils.load(Path(header["load"]))

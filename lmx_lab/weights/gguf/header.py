@@ -34,6 +34,15 @@ TEXT, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
+FILE_TYPES = {
+    2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L",
+    14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S",
+    22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M",
+    30: "IQ4_XS", 31: "IQ1_M", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0",
+}  # fmt: skip
+"""llama.cpp's numbers in ``general.file_type``. A quantization such as ``Q4_K_M`` mixes types of tensors. Files without
+one are left out: programs that do not know the type of a file also write the number of F32 or F16."""
+
 # Type number of a tensor: name, weights per block, bytes per block.
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -83,6 +92,11 @@ class GgufHeader:
 
     @property
     def quantization(self) -> str | None:
+        """The quantization that the file states, such as ``Q4_K_M``; otherwise ``main_type``."""
+        return FILE_TYPES.get(self.integer("general.file_type") or 0, self.main_type)
+
+    @property
+    def main_type(self) -> str | None:
         """The type of most bytes of the tensors, such as ``Q4_1``."""
         bytes_of: Counter[str] = Counter()
         for tensor in self.tensors:

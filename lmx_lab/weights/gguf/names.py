@@ -64,15 +64,19 @@ def is_companion(name: str) -> bool:
     return "mmproj" in stem or stem.startswith("imatrix") or stem.endswith("imatrix")
 
 
+def stem_of(name: str) -> str:
+    """Return the name of a GGUF file without its ending, and without the number of a part; any other name unchanged."""
+    match = SPLIT.fullmatch(name)
+    return match[1] if match else name[: -len(".gguf")] if is_gguf(name) else name
+
+
 def quantization_of(name: str) -> str | None:
     """Return the quantization in a name such as ``model-q4_k_m-00001-of-00003.gguf`` or ``Q4_K_M/model.gguf``.
 
     Returns:
         The quantization in capitals, as in ``Q4_K_M``; None if the name contains none.
     """
-    match = SPLIT.fullmatch(name)
-    stem = match[1] if match else name[: -len(".gguf")] if is_gguf(name) else name
-    found = QUANTIZATION.findall(stem)
+    found = QUANTIZATION.findall(stem_of(name))
     return str(found[-1]).upper().replace("FP16", "F16").replace("FP32", "F32") if found else None
 
 

@@ -12,6 +12,8 @@ from tests.support.labs import serving
 
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
 CALLED = ("clock", {"zone": "UTC"})
+UNMARKED = '{"name": "clock", "arguments": {"zone": "UTC"}}'
+UNKNOWN = UNMARKED.replace("clock", "watch")
 FORCED = Answer(calls=(("clock", {"zone": ""}),), finish="tool_calls")
 """The echo engine fills enforced texts with as little as possible."""
 
@@ -49,6 +51,17 @@ CASES = [
         tools=[CLOCK],
         max_tokens=200,
     ),
+    case(
+        "calls without markers",
+        f"<think>hm</think>\n```json\n{UNMARKED}\n{UNMARKED}\n```",
+        "tools",
+        answer=Answer(reasoning="hm", calls=(CALLED, CALLED), finish="tool_calls"),
+        tools=[CLOCK],
+        max_tokens=200,
+    ),
+    case("unknown tool", UNKNOWN, "tools", answer=Answer(text=UNKNOWN), tools=[CLOCK]),
+    case("call as an example", f"{UNMARKED} is", "tools", answer=Answer(text=f"{UNMARKED} is"), tools=[CLOCK]),
+    case("no choice, no markers", UNMARKED, "forced", answer=Answer(text=UNMARKED), tools=[CLOCK], choice="none"),
     case("tools, no call", "hello", "tools", answer=Answer(text="hello"), tools=[CLOCK], choice="auto"),
     case("no choice", CALL, "forced", answer=Answer(text=CALL), tools=[CLOCK], choice="none"),
     case("forced", "x", "forced", answer=FORCED, tools=[CLOCK], choice="required", parallel=False),

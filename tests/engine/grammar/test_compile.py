@@ -146,20 +146,24 @@ def test_only_the_grammar_that_crashes_the_sandbox_is_refused(table):
     assert matchers_of(compiler, grammar_for(schema({"const": "before"})))
     slow = grammar_for(AnswerFormat(kind="regex", text="a?" * 30_000))
 
-    # The stack is large enough for every known grammar within the limits of a request, so the process is killed here.
-    async def check():
-        checking = asyncio.create_task(compiler.matchers(slow, 1))
-        await asyncio.sleep(0)
+    # The stack is large enough for every known grammar within the limits of a request: the processes are killed here.
+    async def kill_process(number):
+        await auntil(lambda: pool.starts == number and bool(pool.pids))
         (process,) = map(psutil.Process, pool.pids)
         before = process.cpu_times().user
         await auntil(lambda: process.cpu_times().user > before + 0.05)
         process.kill()
+
+    async def check():
+        checking = asyncio.create_task(compiler.matchers(slow, 1))
+        await kill_process(1)
+        await kill_process(2)
         await checking
 
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
         pool.portal.run(check())
     assert matchers_of(compiler, grammar_for(schema({"const": "now"})))
-    # The slow grammar may not have been the cause of the failure, so it is checked again.
+    # The slow grammar may not have been the cause of the failures, so it is checked again.
     with pytest.raises(InvalidRequestError, match="longer than 2 s"):
         matchers_of(compiler, slow)
     pool.close()

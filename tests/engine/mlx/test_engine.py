@@ -268,3 +268,23 @@ async def test_of_two_chat_models_the_one_with_the_least_time_gets_the_next_step
     await finish(await start(models[0], 5))
     assert loops[1].used_s >= 600
     await asyncio.to_thread(engine.stop)
+
+
+@pytest.mark.parametrize("limits", [(512, 1024), (2500, 4096)])
+def test_loading_mlx_changes_no_limit_of_open_files(tiny_home, limits):
+    """mlx-lm would set the soft and the hard limit to 2,048 and 4,096, and could not be imported below them."""
+    script = f"""
+import asyncio, pathlib, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, {limits})
+from lmx_lab.engine import ModelManager
+from lmx_lab.settings import Settings
+from lmx_lab.values.models import LoadSpec
+
+async def main():
+    async with ModelManager(Settings(home=pathlib.Path(sys.argv[1]))) as manager:
+        await manager.load(LoadSpec(model="tiny"))
+    print(resource.getrlimit(resource.RLIMIT_NOFILE), "mlx_lm" in sys.modules)
+
+asyncio.run(main())
+"""
+    assert run_script(script, str(tiny_home)).splitlines() == [f"{limits} True"]

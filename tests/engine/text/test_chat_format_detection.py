@@ -327,7 +327,9 @@ def test_calls_are_enforced_by_a_grammar_or_parsed_in_the_models_own_format(
     calls = chat_format.call_format(request)
     assert (calls is None) is (use == "none")
     assert calls is None or (calls.parse is not None) is own
-    assert own or calls in (None, GENERIC, replace(GENERIC, may_repeat=False))
+    assert own or calls is None or replace(calls, unmarked=None, may_repeat=True) == GENERIC
+    assert calls is None or calls.may_repeat is (use not in ("forced", "named"))
+    assert calls is None or calls.unmarked == (TOOL_USES[use] if use == "auto" and not formatted else None)
 
     channel_format = chat_format.channel_format(request, thinking)
     thinks = chat_format.reasoning_markers is not None and thinking != "closed"

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmx_lab.engine.requests import Tool, ToolUse
 from lmx_lab.engine.text.channels import CONTENT, REASONING
-from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader
-from tests.engine.text.splitting import Tokens, answer, channel_format_of, tool_parser
+from lmx_lab.engine.text.splitter import TextSplitter
+from lmx_lab.engine.text.tool_calls import CallNumbering, EnforcedCallReader, ParsedCallReader, UnmarkedCalls
+from tests.engine.text.splitting import Tokens, answer, channel_format_of, run, tool_parser
 from tests.support.engines import merge
 
 glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder = map(
@@ -394,17 +396,104 @@ def test_an_enforced_call_may_be_cut_off_or_contain_markers_and_other_text_is_co
         assert found.entries == list(range(len(tokens.chunks)))
 
 
+# Calls without markers
+
+F, G = '{"name": "f", "arguments": {"x": "}"}}', '{"arguments": "{\\"y\\": 1}", "name": "g"}'
+F_CALL, G_CALL = ("f", '{"x": "}"}'), ("g", '{"y": 1}')
+MARKED_G = '<tool_call>{"name": "g", "arguments": {"y": 1}}</tool_call>'
+UNMARKED = [
+    (F, [F_CALL]),
+    (f"\n {F}\n{G}\n", [F_CALL, G_CALL]),
+    (f"{F}, {F}{G}", [F_CALL, F_CALL, G_CALL]),
+    (f"[{F},\n {G}]", [F_CALL, G_CALL]),
+    (f"```json\n{F}\n```", [F_CALL]),
+    (f"```json\n[{F}]\n```\n\n```\n{G}\n```", [F_CALL, G_CALL]),
+    (f"<think>Hm.</think>\n\n{F}", [F_CALL]),
+    (f"{F}\n{MARKED_G}", [F_CALL, G_CALL]),
+    (f"{MARKED_G}\n{F}", [G_CALL, F_CALL]),
+    (F.replace("arguments", "parameters"), [F_CALL]),
+    (f'{{"type": "function", "function": {F}}}', [F_CALL]),
+    (f'{{"type": "function", {F[1:]}', [F_CALL]),
+]
+NOT_UNMARKED = [
+    f"Like this: {F}",
+    f"{F} is a call.",
+    f"```json\n{F}\n```\nis a call.",
+    f"{F}\n{F[:-1]}",
+    f"{F}\n{F.replace('f', 'h', 1)}",
+    F.replace('"f"', '"ff"'),
+    F.replace('"f"', '"F"'),
+    '{"name": "f"}',
+    '{"name": "f", "arguments": [1]}',
+    '{"name": "f", "arguments": null}',
+    '{"name": "f", "arguments": {"x": oops}}',
+    '{"name": "f", "arguments": {"x": ' + "[" * 3000 + "}}",
+    '{"name": "Ada", "age": 36}',
+    '{"function": 1}',
+    '{"type": "function", "function": 1}',
+    "[]",
+    "```json\n```",
+    f"[{' ' * 300}{F}]",
+    "{{",
+]
+
+
+def without_markers(**options):
+    tools = ToolUse(tools=tuple(Tool(name=name, parameters={}) for name in "fg"), **options)
+    known = channel_format_of(json_tools, parsed=False)
+    return replace(known, calls=replace(known.calls, unmarked=tools))
+
+
+@pytest.mark.parametrize(("raw", "calls"), [*UNMARKED, *((raw, []) for raw in NOT_UNMARKED)])
+def test_an_answer_of_calls_without_markers_calls_and_any_other_is_text(raw, calls):
+    for cuts in [(), *([cut] for cut in range(len(raw))), range(len(raw))]:
+        tokens = Tokens(raw, cuts)
+        found = answer(tokens, without_markers())
+        assert (found.text, found.calls) == ("" if calls else raw, calls)
+        assert found.entries == list(range(len(tokens.chunks)))
+
+
+def test_calls_without_markers_need_permission():
+    assert answer(Tokens(F, ()), channel_format_of(json_tools, parsed=False)).text == F
+    assert answer(Tokens(F, ()), channel_format_of()).text == F
+    assert answer(Tokens(f"{F}\n{G}", ()), without_markers(parallel=False)).calls == [F_CALL]
+
+
+@pytest.mark.parametrize(("stop", "text", "calls"), [("!", "", [F_CALL]), ("}}", F[:-2], []), ("arg", F[:15], [])])
+def test_a_stop_string_applies_to_calls_without_markers(stop, text, calls):
+    found = answer(Tokens(f"{F}\n!", range(99)), without_markers(), [stop])
+    assert (found.text, found.calls, found.stopped) == (text, calls, True)
+
+
+def test_text_is_held_back_only_as_long_as_it_may_be_a_call():
+    def pieces(raw):
+        tokens = Tokens(raw, range(len(raw)))
+        splitter = TextSplitter(tokens.decode, (), without_markers())
+        return [piece.text for piece in run(splitter, range(len(tokens.chunks))) if piece.text]
+
+    assert pieces('{"name": "Ada"}') == ['{"name": "A', *'da"}']
+    assert pieces('```python\n"a"') == ['```python\n"', *'a"']
+    assert pieces(f"{F}\nis") == [f"{F}\ni", "s"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ['{"name": "f', '{"name": "f", "arguments": {"x": "', '{"name": "f", "arguments": {'])
-@pytest.mark.parametrize("parsed", [False, True])
-def test_reading_takes_time_linear_in_the_length_of_a_call(text, parsed):
+@pytest.mark.parametrize(
+    ("make", "close"),
+    [
+        (lambda: EnforcedCallReader("", CallNumbering()), lambda calls: calls.close("")),
+        (lambda: ParsedCallReader(json.loads, "", CallNumbering()), lambda calls: calls.close("")),
+        (lambda: UnmarkedCalls(without_markers().calls.unmarked, CallNumbering()), lambda calls: calls.finish()),
+    ],
+)
+def test_reading_takes_time_linear_in_the_length_of_a_call(text, make, close):
     def seconds(count):
-        calls = ParsedCallReader(json.loads, "", CallNumbering()) if parsed else EnforcedCallReader("", CallNumbering())
+        calls = make()
         begun = time.thread_time()
         calls.feed(text)
         for _ in range(count):
             calls.feed("x")
-        calls.close("")
+        close(calls)
         return time.thread_time() - begun
 
     few, many = min(seconds(3_000) for _ in range(3)), seconds(60_000)

@@ -29,6 +29,15 @@ def test_metadata_and_tensors_are_read_and_arrays_only_on_request(tmp_path, tiny
     assert whole.tensors == header.tensors
 
 
+@pytest.mark.parametrize(("number", "shown"), [(15, "Q4_K_M"), (0, "Q4_0"), (1, "Q4_0"), (999, "Q4_0"), (1039, "Q4_0")])
+def test_the_quantization_is_the_one_that_the_file_states(tmp_path, tiny_llama, number, shown):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_llama({}, {"general.file_type": number}))
+    header = read_header(path)
+    assert (header.quantization, header.main_type) == (shown, "Q4_0")
+    assert read_gguf_facts(path).quantization == shown
+
+
 def test_texts_of_any_length_are_skipped_as_they_are_read(tmp_path, tiny_llama):
     # They cross the ends of the reader's buffer in lengths and in texts, and one text is as long as the buffer.
     texts = ["x" * (1 + number % 4093) for number in range(1500)] + ["y" * 2**20, "", "z"]
