@@ -441,3 +441,15 @@ def _cancel_soon(weak_answers: weakref.ref[Answers[Row]], weak_generation: weakr
 def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
     for mailbox, item in items:
         mailbox.deliver(item)
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens that both have in common at the beginning, found by bisection."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -31,6 +31,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.engine.requests import SHARED
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
@@ -40,7 +41,7 @@ from lmx_lab.weights.safetensors_header import DTYPE_BITS
 
 log = logging.getLogger(__name__)
 Tokens = NDArray[np.int32]
-FORMAT = "lmx-lab prefix cache 1"
+FORMAT = "lmx-lab prefix cache 2"
 NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{32}\.safetensors")
 TEMPORARY = re.compile(r"[0-9a-f]{24}-[0-9a-f]{32}\.safetensors\.[0-9a-f]{8}\.tmp")
 LEFT_OVER_S = 600.0
@@ -86,6 +87,8 @@ class StoredPrefix:
     """Number of tokens whose state is in the files of ``parent``."""
     parent: str | None = None
     """Name of the file with the earlier tokens; None if this file has the whole state."""
+    scope: str = ""
+    """The scope of the request that the state comes from; see ``GenerationRequest.scope``."""
     can_be_trimmed: bool
     """Whether the state can be used for a prompt that shares only a part of its tokens."""
     layout: str
@@ -94,7 +97,7 @@ class StoredPrefix:
 
     def name(self, key: str) -> str:
         """Return the name of the file, which depends on the model and on what the file contains."""
-        parts = json.dumps([self.start, self.parent, self.can_be_trimmed, self.layout]).encode()
+        parts = json.dumps([self.start, self.parent, self.scope, self.can_be_trimmed, self.layout]).encode()
         return f"{key[:24]}-{hashlib.blake2b(parts + self.tokens.tobytes(), digest_size=16).hexdigest()}.safetensors"
 
     @property
@@ -154,13 +157,16 @@ class PrefixFiles:
         else:
             self.is_open = True
 
-    def best(self, prompt: Tokens) -> tuple[StoredPrefix | None, int]:
+    def best(self, prompt: Tokens, scope: str = "") -> tuple[StoredPrefix | None, int]:
         """Return the file that saves the most tokens of a prompt, and their number. At least one token is not saved.
+        Only files of this scope, and shared ones, are considered.
 
         If several files save as many, the one with the fewest tokens in its parents is returned.
         """
         best, most = None, 0
         for stored in self._stored.values():
+            if stored.scope not in (scope, SHARED):
+                continue
             shared = min(common_prefix(stored.tokens, prompt), len(prompt) - 1)
             if shared < len(stored.tokens) and not stored.can_be_trimmed:
                 continue
@@ -168,9 +174,9 @@ class PrefixFiles:
                 best, most = stored, shared
         return best, most
 
-    def has(self, tokens: Tokens) -> bool:
-        """Whether a file has the state after exactly these tokens."""
-        return any(np.array_equal(stored.tokens, tokens) for stored in self._stored.values())
+    def has(self, tokens: Tokens, scope: str = "") -> bool:
+        """Whether a file of this scope has the state after exactly these tokens."""
+        return any(each.scope == scope and np.array_equal(each.tokens, tokens) for each in self._stored.values())
 
     def name_of(self, stored: StoredPrefix) -> str:
         """Return the name of the file."""
@@ -311,6 +317,7 @@ class PrefixFiles:
                 tokens=np.frombuffer(tokens, dtype=np.int32),
                 start=int(metadata["start"]),
                 parent=metadata["parent"] or None,
+                scope=metadata["scope"],
                 can_be_trimmed=metadata["can_be_trimmed"] == "1",
                 layout=metadata["layout"],
                 tensors=tuple(TensorSpec(each, header[each]["dtype"], tuple(header[each]["shape"])) for each in names),
@@ -399,6 +406,7 @@ def _header(prefix: StoredPrefix, key: str) -> bytes:
             "key": key,
             "start": str(prefix.start),
             "parent": prefix.parent or "",
+            "scope": prefix.scope,
             "can_be_trimmed": str(int(prefix.can_be_trimmed)),
             "layout": prefix.layout,
         }

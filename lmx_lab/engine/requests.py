@@ -13,6 +13,9 @@ from lmx_lab.values.outputs import EncodeReport, InputType, RerankMethod, Vector
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import TraceWork
 
+SHARED = "*"
+"""The scope of prefixes that all callers may use; no address is like it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
@@ -30,6 +33,13 @@ class Caller:
     """See ``Record.batch``."""
     patient: bool = False
     """Whether to wait if the queue is full, because the request is part of one that was accepted."""
+
+    @property
+    def scope(self) -> str:
+        """Text that all requests of one caller have in common. Callers on this machine are one, and each other one is
+        known by its address.
+        """
+        return "" if self.local or self.client is None else self.client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +208,16 @@ class GenerationRequest:
     """Position of the first prompt token whose score is needed; an engine may leave out those before it."""
     score_distributions: bool = False
     """Whether each score needs a rank and an entropy, even if the engine takes long to compute them."""
+    share_prefix: bool = False
+    """Whether requests of all callers may continue the cached prompt and answer."""
     timeout_s: float | None = None
     """Time limit from arrival to the last token; None takes ``Settings.request_timeout_s``."""
     caller: Caller = Caller()
+
+    @property
+    def scope(self) -> str:
+        """Whose cached prefixes it may use, besides those in ``SHARED``, and add to."""
+        return SHARED if self.share_prefix else self.caller.scope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from lmx_lab.engine.admission import Permit
-from lmx_lab.engine.answers import Answers, Generation
+from lmx_lab.engine.answers import Answers, Generation, shared_length
 from lmx_lab.engine.echo.model import (
     BEGIN,
     DIMENSIONS,
@@ -33,6 +33,7 @@ from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
 from lmx_lab.engine.preparer import Tokenizer, ends_answer
 from lmx_lab.engine.requests import (
+    SHARED,
     ChatPrompt,
     GenerationRequest,
     InfillPrompt,
@@ -243,7 +244,8 @@ class EchoRounds:
         self._timer: asyncio.Handle | None = None
         self._rounds = 0
         """Number of rounds so far, which answers that advance together have in common."""
-        self._sequences: list[list[int]] = []
+        self._sequences: list[tuple[str, list[int]]] = []
+        """The scopes and the tokens of ended requests."""
         self.answers: Answers[EchoRow] = Answers(self, slots=slots, turns=turns)
 
     def schedule(self, delay_s: float = 0.0) -> None:
@@ -280,7 +282,8 @@ class EchoRounds:
         answers, prompt, row = self.answers, generation.prompt, generation.row
         answers.scheduler.prefilled(generation)
         # The tokens that the prompt shares with the beginning of an ended request; never the last one.
-        shared = max((_shared(prompt, other) for other in self._sequences), default=0)
+        scopes = (generation.request.scope, SHARED)
+        shared = max((shared_length(prompt, other) for scope, other in self._sequences if scope in scopes), default=0)
         generation.cached_tokens = min(shared, len(prompt) - 1)
         generation.computed_tokens = len(prompt) - generation.cached_tokens
         answers.post(generation, PromptProgress(done=len(prompt), total=len(prompt)))
@@ -316,7 +319,7 @@ class EchoRounds:
     def remove(self, generation: Generation[EchoRow]) -> None:
         """See ``Computation``."""
         ended = [*generation.prompt, *generation.row.tokens]
-        self._sequences = [ended, *self._sequences[: KEPT_SEQUENCES - 1]]
+        self._sequences = [(generation.request.scope, ended), *self._sequences[: KEPT_SEQUENCES - 1]]
         self.schedule()
 
     def remaining_s(self, generation: Generation[EchoRow]) -> float:
@@ -373,18 +376,6 @@ class EchoRounds:
 def _on_grid(due_at: float, interval_s: float) -> float:
     """Return the time of the first round of this speed at or after a time."""
     return math.ceil(due_at / interval_s - 1e-6) * interval_s if interval_s else due_at
-
-
-def _shared(one: list[int], other: list[int]) -> int:
-    """Return the length of the common prefix, found by bisection."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class EchoLoaded(LoadedModel[EchoRow]):

@@ -11,10 +11,11 @@ character. The tokens before that one are those whose bytes are the rest of the 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -30,6 +31,8 @@ from lmx_lab.values.outputs import (
 SAMPLERS = ("penalties", "dry", "top_p", "min_p", "top_k", "xtc", "temperature")
 """The samplers in the order of ``Sampling``; DRY and XTC are off by default. llama.cpp's default list has more
 samplers, and begins with top_k."""
+TRIAL_SLOT = 0
+"""The slot for trials of grammars. The slots of requests follow it."""
 SEEDS = 2**32 - 1
 """Number of seeds; the largest 32-bit number stands for a random seed."""
 MAX_TOKEN_BYTES = 16
@@ -72,6 +75,7 @@ def completion_body(
     request: GenerationRequest,
     prompt: Sequence[int | str],
     *,
+    slot: int,
     choice: int,
     max_tokens: int,
     may_end: bool,
@@ -85,6 +89,7 @@ def completion_body(
 
     Args:
         prompt: Ids of tokens, and texts.
+        slot: Id of the slot.
         may_end: Whether the model may end its text.
         markers: Special tokens that the text of the answer must contain, as text.
         timings: Whether each event counts the drafted tokens, and not only the last one.
@@ -92,6 +97,7 @@ def completion_body(
     body = {
         **sampling(request, choice=choice, context_length=context_length),
         "prompt": list(prompt),
+        "id_slot": slot,
         "ignore_eos": request.ignore_eos or not may_end,
         "n_predict": max_tokens,
         "stream": True,
@@ -172,8 +178,8 @@ class AnswerReader:
         """Log-probability of the last token if the token has no text: it may be the token that ends the answer."""
         self.restored_tokens = 0
         """Number of prompt tokens in the slot that was restored from disk for this request."""
-        self.slot: int | None = None
-        """Id of the slot; None before the first token."""
+        self.slot = -1
+        """Id of the slot that it last had; -1 before the first one."""
         self.tokens: list[int] = []
         """Ids of the output tokens, without those in ``gaps``."""
         self.gaps: list[Gap] = []
@@ -239,7 +245,6 @@ class AnswerReader:
         yield from self._text(
             generation, chunk["content"], now, tokens=tokens, entries=entries, ids=sent, special=special
         )
-        self.slot = chunk.get("id_slot", self.slot)
         if chunk["stop"] and generation.finish is None:
             yield from self._end(generation, "length" if chunk["stop_type"] == "limit" else "stop")
 
@@ -290,6 +295,22 @@ class AnswerReader:
 
 
 LlamaGeneration = Generation[AnswerReader]
+
+
+@dataclass(kw_only=True, eq=False)
+class Slot:
+    """A slot of llama.cpp. What is in it may be less than what is known here, because llama.cpp may clear it."""
+
+    id: int
+    scope: str | None = ""
+    """The scope of the requests that have filled it (``GenerationRequest.scope``); None while it is not known."""
+    tokens: list[int] = field(default_factory=list)
+    used_at: float = 0.0
+    """When it was last taken (``time.perf_counter``)."""
+    user: LlamaGeneration | None = None
+    """The last generation in it."""
+    saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Locked while ``SlotFiles`` saves it."""
 
 
 def set_decoding_at(generation: LlamaGeneration, now: float) -> None:

@@ -105,6 +105,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
         tokenizer: LlamaTokenizer,
         plan: ContextPlan,
         slot_files: SlotFiles | None,
+        state_bytes: int,
         uses_drafts: bool,
         batch_invariant: bool,
         dimensions: int | None,
@@ -112,7 +113,14 @@ class LlamaModel(LoadedModel[AnswerReader]):
     ) -> None:
         entry, self._process, self._slots = tokenizer.entry, tokenizer.process, None
         if entry.kind == "chat":
-            self._slots = LlamaSlots(tokenizer, plan, turns=host.turns, slot_files=slot_files, uses_drafts=uses_drafts)
+            self._slots = LlamaSlots(
+                tokenizer,
+                plan,
+                turns=host.turns,
+                slot_files=slot_files,
+                state_bytes=state_bytes,
+                uses_drafts=uses_drafts,
+            )
         fingerprint = f"llama.cpp-{version(PACKAGE)}"
         if entry.copy is not None:
             fingerprint += f"-{entry.copy.type.lower()}-copy"
@@ -370,7 +378,7 @@ class LlamaCppEngine:
         header = await in_thread(functools.partial(read_gguf, entry.path))
         draft = await in_thread(functools.partial(read_draft, entry))
         plan = plan_context(entry, header, slots=settings.slots, limit_bytes=room_bytes, spec=spec, draft=draft)
-        fields = _common_params(entry, header, plan, settings, room_bytes, spec=spec)
+        fields = _common_params(entry, header, plan, settings, spec=spec)
         if draft is not None:
             prefix = "speculative.draft."
             threads = {name: fields[name] for name in ("cpuparams.n_threads", "cpuparams_batch.n_threads")}
@@ -378,7 +386,8 @@ class LlamaCppEngine:
             fields |= {f"{prefix}{name}": count for name, count in threads.items()}
             fields |= _cache_types(cache_dtype(draft, spec), prefix)
         allowed = min(room_bytes, round(plan.bytes * PLAN_FACTOR))
-        max_bytes = max(0, allowed + prefix_cache_bytes(settings.prefix_cache_bytes, room_bytes) + EXTRA_BYTES)
+        state_bytes = prefix_cache_bytes(settings.prefix_cache_bytes, room_bytes)
+        max_bytes = max(0, allowed + state_bytes + EXTRA_BYTES)
         # The weights are mapped from the file, and the system can drop them.
         budget.require_free(plan.bytes - entry.load_bytes, entry.id)
         # On a thread, beside the start of the process.
@@ -421,6 +430,7 @@ class LlamaCppEngine:
                 tokenizer=tokenizer,
                 plan=plan,
                 slot_files=_open_slot_files(tokenizer, fields, settings),
+                state_bytes=state_bytes,
                 uses_drafts="speculative_type" in fields,
                 batch_invariant=spec.deterministic or (is_batch_invariant(header) and quantizes_cache),
                 dimensions=int(known["meta"]["n_embd"]) if entry.kind != "chat" else None,
@@ -473,7 +483,6 @@ def _common_params(
     header: GgufHeader,
     plan: ContextPlan,
     settings: Settings,
-    limit_bytes: int,
     *,
     spec: LoadSpec,
 ) -> dict[str, Any]:
@@ -505,7 +514,8 @@ def _common_params(
     return shared | {
         # One slot more than requests use, for trials of grammars.
         "n_parallel": plan.slots + 1,
-        "cache_ram_mib": prefix_cache_bytes(settings.prefix_cache_bytes, limit_bytes) // 2**20,
+        # llama.cpp would use the states of all callers for each of them; see ``slot_states``.
+        "cache_ram_mib": 0,
         "endpoint_slots": True,
         "n_threads_http": plan.slots + settings.queue_limit + 4,
         **(PROMPT_LOOKUP if spec.prompt_lookup else {}),

@@ -21,6 +21,7 @@ from llguidance import LLMatcher
 from lmx_lab.engine.grammar.build import NO_FORCING
 from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler
 from lmx_lab.engine.grammar.worker import TokenTable
+from lmx_lab.engine.llama_cpp.completion import TRIAL_SLOT
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.requests import ToolUse
 from lmx_lab.engine.text.vocabulary import decode_byte_level, replace_text
@@ -118,6 +119,7 @@ class GrammarChecker:
             "grammar": to_lark(any_one),
             "return_tokens": True,
             "cache_prompt": False,
+            "id_slot": TRIAL_SLOT,
         }
         try:
             async with asyncio.timeout(self._trial_s):

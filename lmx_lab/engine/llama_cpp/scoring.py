@@ -41,6 +41,7 @@ async def score_prompt(
     tokenizer: LlamaTokenizer,
     tokens: Sequence[int],
     *,
+    slot: int,
     top: int,
     start: int,
     distributions: bool,
@@ -49,6 +50,7 @@ async def score_prompt(
     """Return the log-probability of each token of a prompt, with ``top`` alternatives.
 
     Args:
+        slot: Id of the slot that computes them.
         start: Position of the first token that is scored. The tokens before it, and the first one, have no score.
         distributions: Whether each token has its entropy, and its rank even if it is high.
         progress: Called with the number of tokens that were scored so far.
@@ -57,7 +59,7 @@ async def score_prompt(
         RefusedError, EngineError: see ``LlamaConnection``.
     """
     table = await tokenizer.load_token_table()
-    scorer = _Scorer(tokenizer, table, tokens, top, distributions=distributions)
+    scorer = _Scorer(tokenizer, table, tokens, top, slot=slot, distributions=distributions)
     scores = [_entry(table, token, None) for token in tokens[: max(1, start)]]
     for at, count in _runs(table, tokens, len(scores), FULL_RUN_TOKENS if distributions else RUN_TOKENS):
         scores += await scorer.force(at, count) if count else [await scorer.look_up(at)]
@@ -102,12 +104,20 @@ class _Scorer:
     """Sends the requests for one prompt."""
 
     def __init__(
-        self, tokenizer: LlamaTokenizer, table: TokenTable, tokens: Sequence[int], top: int, *, distributions: bool
+        self,
+        tokenizer: LlamaTokenizer,
+        table: TokenTable,
+        tokens: Sequence[int],
+        top: int,
+        *,
+        slot: int,
+        distributions: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._table = table
         self._tokens = tokens
         self._top = top
+        self._slot = slot
         self._distributions = distributions
 
     async def force(self, at: int, count: int) -> list[TokenLogprob]:
@@ -151,6 +161,7 @@ class _Scorer:
     async def _generate(self, at: int, count: int, alternatives: int, **how: Any) -> list[Mapping[str, Any]]:
         body = {
             "prompt": list(self._tokens[:at]),
+            "id_slot": self._slot,
             "n_predict": count,
             "n_probs": alternatives,
             "temperature": 0,

@@ -12,14 +12,11 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lmx_lab.engine.llama_cpp.completion import LlamaGeneration
+from lmx_lab.engine.llama_cpp.completion import LlamaGeneration, Slot
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.prefix_files import (
     CLOSE_S,
@@ -30,7 +27,6 @@ from lmx_lab.engine.prefix_files import (
     StoredPrefix,
     TensorSpec,
     Tokens,
-    common_prefix,
 )
 from lmx_lab.errors import EngineError
 from lmx_lab.weights.files import in_thread
@@ -40,7 +36,7 @@ log = logging.getLogger(__name__)
 ARITHMETIC = ("kv_unified", "cache_type_k", "cache_type_v", "n_ubatch", "flash_attn_type")
 """Fields of ``CommonParams`` that change the values in the cache."""
 SAVE_S = 10.0
-"""Time for saving a slot. If another request takes the slot first, llama.cpp waits for the end of that request."""
+"""Time limit for saving a slot."""
 PIECE_BYTES = 2**23
 HEAD_TOKENS = 8
 """Maximum number of values before the token ids in the list of a saved slot."""
@@ -77,31 +73,28 @@ class SlotFiles:
         self._trims = trims
         self._opening = opening
         self._open_until = time.perf_counter() + OPEN_S
-        self._recent: deque[Tokens] = deque(maxlen=64)
-        """Prompts whose states llama.cpp probably has in memory."""
-        # If there are too many answers to save, the oldest are not saved.
-        self._waiting: deque[LlamaGeneration] = deque(maxlen=8)
+        self._waiting: dict[Slot, LlamaGeneration] = {}
+        """The slots to save, and the answers that have filled them."""
         self._saving: asyncio.Task[None] | None = None
         self._restoring = asyncio.Lock()
-        self._last_slot: int | None = None
 
-    async def restore(self, prompt: list[int]) -> int:
-        """Restore a slot that begins like the prompt, unless llama.cpp has as much in memory. Return its tokens.
+    async def restore(self, answer: LlamaGeneration, slot: Slot, *, known: int) -> int:
+        """Fill the slot of an answer from a file that begins like its prompt. Return the number of these tokens.
 
-        llama.cpp chooses the slot of a request by its tokens, so the restored one is used if it is free by then.
+        Args:
+            known: Number of tokens of the prompt that the slot begins with.
         """
-        tokens = np.asarray(prompt, dtype=np.int32)
+        tokens = np.asarray(answer.prompt, dtype=np.int32)
         if not self._opening.done():
             await asyncio.wait([self._opening], timeout=max(0.0, self._open_until - time.perf_counter()))
-        stored, saved = self._files.best(tokens)
-        in_memory = max((common_prefix(tokens, other) for other in self._recent), default=0)
-        self._recent.append(tokens)
-        if stored is None or saved - in_memory < MIN_GAIN_TOKENS:
+        stored, saved = self._files.best(tokens, answer.request.scope)
+        if stored is None or saved - known < MIN_GAIN_TOKENS:
             return 0
         # One at a time, to limit the memory of files that were read.
         async with self._restoring:
             try:
-                return saved if await self._restore(stored) else 0
+                await self._restore(stored, slot)
+                return saved
             except (DamagedFileError, RefusedError) as exc:
                 self._files.reject(stored, exc)
             except OSError as exc:
@@ -111,38 +104,37 @@ class SlotFiles:
                 pass
             return 0
 
-    async def _restore(self, stored: StoredPrefix) -> bool:
+    async def _restore(self, stored: StoredPrefix, slot: Slot) -> None:
         # A unique name, because the thread of a cancelled request may still write its file.
         path = self._folder / f"restored-{secrets.token_hex(4)}.bin"
         state = (await in_thread(lambda: self._files.read(stored)))["state"]
         try:
             await in_thread(lambda: path.write_bytes(state))
-            idle = [slot for slot in await self._idle_slots() if slot["id"] != self._last_slot]
-            if not idle:
-                return False
-            # Overwrite the slot with the fewest tokens. The last restored one may still wait for its request.
-            self._last_slot = min(idle, key=lambda slot: int(slot.get("n_prompt_tokens", 0)))["id"]
-            await self._connection.post(f"/slots/{self._last_slot}?action=restore", {"filename": path.name})
+            slot.scope = None
+            await self._connection.post(f"/slots/{slot.id}?action=restore", {"filename": path.name})
+            slot.scope = stored.scope
         finally:
             await in_thread(lambda: path.unlink(missing_ok=True))
         await in_thread(lambda: self._files.touch([stored]))
-        return True
-
-    async def _idle_slots(self) -> list[Mapping[str, Any]]:
-        return [slot for slot in await self._connection.get("/slots") if not slot["is_processing"]]
 
     @property
     def written_bytes(self) -> int:
         """Number of bytes that were written to the disk."""
         return self._files.written_bytes
 
-    def save(self, answer: LlamaGeneration) -> None:
+    def save(self, answer: LlamaGeneration, slot: Slot) -> None:
         """Save the slot of an answer that has ended, after the slots of earlier answers."""
         if not self._files.is_open:
             return
-        self._waiting.append(answer)
+        self._waiting[slot] = answer
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._save_all(), name="lmx-lab llama.cpp slots")
+
+    async def save_now(self, slot: Slot) -> None:
+        """Save a slot before another request takes it, if that was not done yet."""
+        async with slot.saving:
+            if (answer := self._waiting.pop(slot, None)) is not None:
+                await self._save(answer, slot)
 
     async def stop(self) -> None:
         """Continue to save the waiting slots for ``CLOSE_S`` at most, and stop."""
@@ -155,34 +147,26 @@ class SlotFiles:
 
     async def _save_all(self) -> None:
         while self._waiting:
-            answer = self._waiting.popleft()
-            try:
-                async with asyncio.timeout(SAVE_S):
-                    await self._save(answer)
-            except (RefusedError, EngineError, OSError, TimeoutError) as exc:
-                log.debug("a slot was not saved: %s", exc)
+            await self.save_now(next(iter(self._waiting)))
 
-    async def _save(self, answer: LlamaGeneration) -> None:
+    async def _save(self, answer: LlamaGeneration, slot: Slot) -> None:
         prompt: Tokens = np.asarray(answer.prompt, dtype=np.int32)
-        length = len(prompt) + answer.output_tokens - 1
-        if length - self._files.best(prompt)[1] < MIN_GAIN_TOKENS:
+        length, scope = len(prompt) + answer.output_tokens - 1, answer.request.scope
+        if length - self._files.best(prompt, scope)[1] < MIN_GAIN_TOKENS:
             return
-        slots = [slot for slot in await self._idle_slots() if slot["id"] == answer.row.slot]
-        # Another request may have taken the slot. If it has ended, the file shows that.
-        if not slots or int(slots[0].get("n_prompt_tokens", 0)) < len(prompt):
-            return
-        # Remove files that llama.cpp wrote after SAVE_S had passed.
-        for late in self._folder.glob("saved-*.bin"):
-            late.unlink(missing_ok=True)
-        path = self._folder / f"saved-{secrets.token_hex(4)}.bin"
+        # The next file of the slot overwrites one that llama.cpp writes after SAVE_S has passed.
+        path = self._folder / f"saved-{slot.id}.bin"
         try:
-            saved = await self._connection.post(f"/slots/{answer.row.slot}?action=save", {"filename": path.name})
-            await in_thread(lambda: self._keep(path, prompt, int(saved["n_saved"])))
+            async with asyncio.timeout(SAVE_S):
+                saved = await self._connection.post(f"/slots/{slot.id}?action=save", {"filename": path.name})
+            await in_thread(lambda: self._keep(path, prompt, scope, int(saved["n_saved"])))
+        except (RefusedError, EngineError, OSError, TimeoutError) as exc:
+            log.debug("a slot was not saved: %s", exc)
         finally:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def _keep(self, path: Path, prompt: Tokens, count: int) -> None:
+    def _keep(self, path: Path, prompt: Tokens, scope: str, count: int) -> None:
         """Write a saved slot to a file of the cache. Runs on another thread."""
         with open(path, "rb") as file:
             head = file.read(LIST_OFFSET + 4 * (HEAD_TOKENS + count))
@@ -190,11 +174,12 @@ class SlotFiles:
             lists = (values[first : first + count] for first in range(HEAD_TOKENS))
             found = (each for each in lists if len(each) == count and np.array_equal(each[: len(prompt)], prompt))
             if (tokens := next(found, None)) is None:
-                return  # the slot of another request
+                return  # llama.cpp has cleared the slot
             size = file.seek(0, 2)
             file.seek(0)
             stored = StoredPrefix(
                 tokens=tokens,
+                scope=scope,
                 can_be_trimmed=self._trims,
                 layout='"slot"',
                 tensors=(TensorSpec("state", "U8", (size,)),),

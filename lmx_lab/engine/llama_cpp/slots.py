@@ -24,6 +24,7 @@ from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan
 from lmx_lab.engine.llama_cpp.process import explained_end
 from lmx_lab.engine.llama_cpp.scoring import score_prompt
+from lmx_lab.engine.llama_cpp.slot_states import SlotStates
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.scheduler import Turns, Verdict
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
@@ -42,6 +43,7 @@ class LlamaSlots:
     Args:
         slot_files: Keeps the slots on disk; None if that is off.
         uses_drafts: Whether llama.cpp drafts tokens, with a draft model or by prompt lookup.
+        state_bytes: See ``SlotStates``.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LlamaSlots:
         turns: Turns,
         slot_files: SlotFiles | None,
         uses_drafts: bool,
+        state_bytes: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._process = tokenizer.process
@@ -65,6 +68,14 @@ class LlamaSlots:
         self._paused: dict[LlamaGeneration, asyncio.Event] = {}
         """The generations without a slot whose tasks stop or wait, and the events that wake the tasks."""
         self.answers: Answers[AnswerReader] = Answers(self, slots=plan.slots, turns=turns)
+        self._states = SlotStates(
+            self._connection,
+            lambda: self.answers.scheduler.running,
+            slots=plan.slots,
+            files=slot_files,
+            folder=self._process.folder,
+            limit_bytes=state_bytes,
+        )
 
     def update(self) -> None:
         """Start what can start, deliver, and set the time of the next call."""
@@ -202,9 +213,11 @@ class LlamaSlots:
             self.answers.post(generation, PromptProgress(done=done, total=len(prompt)))
             self.answers.deliver()
 
+        slot = await self._states.take(generation, prompt)
         scores = await score_prompt(
             self._tokenizer,
             prompt,
+            slot=slot.id,
             top=request.top_logprobs or 0,
             start=request.score_from,
             distributions=request.score_distributions,
@@ -222,8 +235,8 @@ class LlamaSlots:
         much as all other work for the token.
         """
         reader, connection, slots = generation.row, self._connection, self._slot_files
-        if slots is not None and not reader.tokens:
-            reader.restored_tokens = await slots.restore(generation.prompt)
+        slot = await self._states.take(generation, [*generation.prompt, *reader.tokens])
+        reader.slot = slot.id
         body = json.dumps(self._body(generation, reader.pieces, output_tokens=generation.output_tokens)).encode()
         streaming = connection.stream("/completion", body, partial(self._deliver_event, generation))
         try:
@@ -233,8 +246,10 @@ class LlamaSlots:
             raise EngineError("the event loop of the reader is closed") from None
         async with explained_end(self._process, self._tokenizer.entry.id):
             await asyncio.wrap_future(future)
+        if slot.user is generation:
+            slot.tokens = [*generation.prompt, *reader.tokens]
         if slots is not None and generation.finish is not None:
-            slots.save(generation)
+            slots.save(generation, slot)
 
     def _body(self, generation: LlamaGeneration, answer: Sequence[int | str], *, output_tokens: int) -> dict[str, Any]:
         """Return the body of a request for an answer.
@@ -247,6 +262,7 @@ class LlamaSlots:
         return completion_body(
             request,
             [*generation.prompt, *answer],
+            slot=generation.row.slot,
             choice=generation.choice,
             max_tokens=generation.max_tokens - output_tokens,
             may_end=output_tokens >= request.min_tokens - len(generation.start),

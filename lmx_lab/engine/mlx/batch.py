@@ -34,6 +34,7 @@ from lmx_lab.engine.mlx.sampling import (
 from lmx_lab.engine.mlx.speculative import Drafter, DraftModel, ModelDrafter, PromptLookup, SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
 from lmx_lab.engine.prefix_files import Tokens, common_prefix
+from lmx_lab.engine.requests import SHARED
 from lmx_lab.values.outputs import PromptScores, TokenLogprob
 
 NO_STOP = StopSequences()
@@ -240,7 +241,7 @@ class Batch:
             row.waits_for.row.is_waited_for = True
             return True
         if self._disk is not None and row.disk_read is None and not row.variant:
-            row.disk_read = self._disk.find(row.key, self.prefixes)
+            row.disk_read = self._disk.find(row.key, self.prefixes, scope=generation.request.scope)
             return row.disk_read is None or not row.disk_read.done
         return row.disk_read is not None and not row.disk_read.done
 
@@ -253,19 +254,22 @@ class Batch:
         row = generation.row
         if not self._is_prefilling(other) or other.row.variant != row.variant:
             return False
+        if other.request.scope not in (generation.request.scope, SHARED):
+            return False
         if self.footprint.kv_bytes([len(other.row.tokens)]) > self.prefixes.limit_bytes:
             return False
         shared = min(common_prefix(other.row.key, row.key), len(row.tokens) - 1)
         if not self._model.traits.plain and shared < len(other.row.tokens) - 1:
             return False
-        return shared >= MIN_TOKENS and shared - self.prefixes.longest(row.key, row.variant) >= MIN_TOKENS
+        longest = self.prefixes.longest(row.key, row.variant, scope=generation.request.scope)
+        return shared >= MIN_TOKENS and shared - longest >= MIN_TOKENS
 
     def insert(self, generation: MlxGeneration) -> None:
         """Start to compute a request, or continue a paused one, after the cached prefix of its tokens."""
         row = generation.row
         if generation.request.score_prompt and not generation.output_tokens:
             self._scorings.append(PromptScoring(generation, self._model))
-        elif (hit := self.prefixes.find(row.key, row.variant)) is not None:
+        elif (hit := self.prefixes.find(row.key, row.variant, scope=generation.request.scope)) is not None:
             if not generation.output_tokens:
                 generation.cached_tokens = hit.tokens
                 if row.disk_read is not None:
@@ -321,7 +325,7 @@ class Batch:
         taken = self._generator.remove([row.uid], return_prompt_caches=self.prefixes.limit_bytes > 0)
         for layers, tokens in taken.values():
             if len(tokens) > generation.cached_tokens:
-                self._store_prefix(layers, tokens, row.variant)
+                self._store_prefix(layers, tokens, generation)
 
     def _forget(self, uid: int | None) -> None:
         del self._generations[uid]
@@ -380,7 +384,7 @@ class Batch:
             generation = self._generations[response.uid]
             if response.finish_reason is not None:
                 self._forget(response.uid)
-                self._store_prefix(response.prompt_cache or (), response.all_tokens or (), generation.row.variant)
+                self._store_prefix(response.prompt_cache or (), response.all_tokens or (), generation)
             finish = cast("Literal['stop', 'length'] | None", response.finish_reason)
             events.append(TokenGenerated(generation, response.token, response.logprobs, finish))
         # Tokens first: a request that starts to decode with this step has none yet.
@@ -425,7 +429,7 @@ class Batch:
             # Tokens before the first one whose score is needed are taken from the prefix cache only when the scoring
             # begins, because requests before it may have the same beginning.
             before = row.key[: generation.request.score_from]
-            if (hit := self.prefixes.find(before, row.variant)) is not None:
+            if (hit := self.prefixes.find(before, row.variant, scope=generation.request.scope)) is not None:
                 scoring.skip(hit.tokens, hit.state.copied_layers())
                 generation.cached_tokens = hit.tokens
                 row.uncomputed_tokens -= hit.tokens
@@ -443,7 +447,7 @@ class Batch:
             unscored = min(generation.request.score_from, length)
             if unscored - generation.cached_tokens >= MIN_TOKENS:
                 state = KvState(scoring.layers).trimmed(length - unscored)
-                self._store_prefix(state.layers, generation.prompt[:unscored], row.variant)
+                self._store_prefix(state.layers, generation.prompt[:unscored], generation)
         return [ChunkComputed(generation, tokens, done=False), PromptScored(generation, scoring.scores)]
 
     def note_peak(self, peak: int) -> None:
@@ -466,7 +470,7 @@ class Batch:
             # All tokens but the last one: an equal prompt, which needs one token to compute, can use this cache even if
             # caches of the model cannot be trimmed.
             layers, tokens_of_layers = self._generator.extract_cache([progress.uid])[progress.uid]
-            self._store_prefix(layers, tokens_of_layers, row.variant)
+            self._store_prefix(layers, tokens_of_layers, generation)
         return ChunkComputed(generation, tokens, done=progress.end_of_prompt)
 
     def logprob(self, event: TokenGenerated) -> TokenLogprob | None:
@@ -478,11 +482,13 @@ class Batch:
         named = event.generation.named_tokens
         return answer_token(self._model.vocabulary, row, event.token, top, named=named, ends=ends)
 
-    def _store_prefix(self, layers: Sequence[Any], tokens: Sequence[int], variant: str) -> None:
+    def _store_prefix(self, layers: Sequence[Any], tokens: Sequence[int], generation: MlxGeneration) -> None:
+        variant, scope = generation.row.variant, generation.request.scope
         # Evaluating the cache of a batch is a copy, which is made only if it may be stored.
         # The size is known before the copy is made.
         if len(tokens) >= MIN_TOKENS and 0 < KvState(layers).nbytes <= self.prefixes.limit_bytes:
             state = KvState.evaluated(layers)
             # The files have no variants.
-            if self.prefixes.store(tokens, state, variant) and self._disk is not None and not variant:
-                self._disk.store(tokens, state)
+            is_new = self.prefixes.store(tokens, state, variant, scope=scope)
+            if is_new and self._disk is not None and not variant:
+                self._disk.store(tokens, state, scope=scope)

@@ -66,12 +66,13 @@ def is_plain(state: KvState) -> bool:
 
 
 def describe(
-    tokens: Tokens, state: KvState, *, start: int = 0, parent: str | None = None
+    tokens: Tokens, state: KvState, *, start: int = 0, parent: str | None = None, scope: str = ""
 ) -> tuple[StoredPrefix, Arrays]:
     """Return the header of a file with this state, and its arrays, which are not evaluated yet.
 
     Args:
         start: Number of tokens that are in the files of ``parent``; 0 unless the state is plain.
+        scope: See ``StoredPrefix``.
 
     Raises:
         UnsupportedStateError: the state cannot be stored.
@@ -97,6 +98,7 @@ def describe(
         tokens=tokens,
         start=start,
         parent=parent,
+        scope=scope,
         can_be_trimmed=state.can_be_trimmed,
         layout=json.dumps(layout),
         tensors=tuple(TensorSpec(name, NAMES[array.dtype], tuple(array.shape)) for name, array in arrays),
@@ -270,7 +272,7 @@ class DiskPrefixes:
         self._read: PrefixRead | None = None
         self._reading: Future[list[Mapping[str, memoryview]]] | None = None
         self._write: _Write | None = None
-        self._pending: deque[tuple[Tokens, weakref.ref[KvState]]] = deque(maxlen=MAX_PENDING)
+        self._pending: deque[tuple[Tokens, weakref.ref[KvState], str]] = deque(maxlen=MAX_PENDING)
 
     @property
     def is_busy(self) -> bool:
@@ -281,14 +283,14 @@ class DiskPrefixes:
     def written_bytes(self) -> int:
         return self._files.written_bytes
 
-    def find(self, prompt: Tokens, prefixes: PrefixCache[KvState]) -> PrefixRead | None:
+    def find(self, prompt: Tokens, prefixes: PrefixCache[KvState], *, scope: str) -> PrefixRead | None:
         """Return the state to wait for before a prompt is computed: ``NOTHING`` if no file is better than the cache in
         memory, None if this cannot be decided yet.
         """
         if not self._opening.done() and time.perf_counter() < self._open_until:
             return None
-        stored, tokens = self._files.best(prompt)
-        if stored is None or tokens - prefixes.longest(prompt) < MIN_GAIN_TOKENS:
+        stored, tokens = self._files.best(prompt, scope)
+        if stored is None or tokens - prefixes.longest(prompt, scope=scope) < MIN_GAIN_TOKENS:
             return NOTHING
         if self._read is not None:
             # One at a time, to limit the memory of files that were read.
@@ -312,9 +314,9 @@ class DiskPrefixes:
         self._files.touch(files)
         return tensors
 
-    def store(self, tokens: Sequence[int], state: KvState) -> None:
+    def store(self, tokens: Sequence[int], state: KvState, *, scope: str) -> None:
         """Write a state of the cache in memory, unless it is dropped there before its turn."""
-        self._pending.append((np.asarray(tokens, dtype=np.int32), weakref.ref(state)))
+        self._pending.append((np.asarray(tokens, dtype=np.int32), weakref.ref(state), scope))
 
     def advance(self, prefixes: PrefixCache[KvState], *, idle: bool) -> None:
         """Copy a piece of the states that are being read and written.
@@ -370,32 +372,32 @@ class DiskPrefixes:
             return
         if state is not None:
             tokens = read.files[-1].tokens
-            prefixes.store(tokens, state)
+            prefixes.store(tokens, state, scope=read.files[-1].scope)
             read.tokens = len(tokens)
         read.done, read.reader = True, None
         self._read = self._reading = None
 
     def _next_write(self) -> _Write | None:
         while self._pending and self._files.is_open:
-            tokens, reference = self._pending.popleft()
+            tokens, reference, scope = self._pending.popleft()
             if (state := reference()) is None:
                 continue
-            start, parent = self._continued(tokens, state)
+            start, parent = self._continued(tokens, state, scope)
             if start is None:
                 continue
             try:
-                stored, arrays = describe(tokens, state, start=start, parent=parent)
+                stored, arrays = describe(tokens, state, start=start, parent=parent, scope=scope)
             except UnsupportedStateError as exc:
                 log.debug("a state is kept in memory only: %s", exc)
                 continue
             return _Write(self._files, stored, map(to_bytes, (array for _, array in arrays)))
         return None
 
-    def _continued(self, tokens: Tokens, state: KvState) -> tuple[int | None, str | None]:
+    def _continued(self, tokens: Tokens, state: KvState, scope: str) -> tuple[int | None, str | None]:
         """Return how many tokens of a state are in files, and the last of these files; None if a file has all."""
         if not is_plain(state):
-            return (None, None) if self._files.has(tokens) else (0, None)
-        stored, shared = self._files.best(tokens)
+            return (None, None) if self._files.has(tokens, scope) else (0, None)
+        stored, shared = self._files.best(tokens, scope)
         if stored is None:
             return 0, None
         if len(tokens) - shared < MIN_GAIN_TOKENS:

@@ -191,7 +191,8 @@ class GenerationLoop:
         first, uncached = generations[0], None
         if self.batch is not None and not first.request.score_prompt:
             # A prompt whose beginning is cached takes as little time as a short one.
-            uncached = len(first.prompt) - self.batch.prefixes.longest(first.row.key, first.row.variant)
+            longest = self.batch.prefixes.longest(first.row.key, first.row.variant, scope=first.request.scope)
+            uncached = len(first.prompt) - longest
         self.answers.add(generations, uncached=uncached)
 
     def step(self, *, computes: bool, idle: bool) -> None:

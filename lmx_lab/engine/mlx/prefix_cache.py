@@ -15,6 +15,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import numpy as np
 
 from lmx_lab.engine.prefix_files import Tokens, common_prefix
+from lmx_lab.engine.requests import SHARED
 
 MIN_TOKENS = 8
 """Shorter prefixes are not stored, since the copy would cost more than it saves."""
@@ -51,6 +52,7 @@ class Entry(Generic[State]):
     tokens: Tokens
     state: State
     variant: str
+    scope: str
     used_at: float
     """When it was last used (``time.perf_counter``)."""
 
@@ -59,7 +61,8 @@ class PrefixCache(Generic[State]):
     """Stores states of at most ``limit_bytes``. The least recently used one is dropped first.
 
     A state has a *variant*: the name of a dependency other than its tokens, such as vectors that were added to the
-    residual stream. A state is only used for prompts of the same variant.
+    residual stream. A state is only used for prompts of the same variant. Its *scope* is that of the request that it
+    comes from (``GenerationRequest.scope``); it is used for requests of the same scope, or of all if it is shared.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -71,13 +74,13 @@ class PrefixCache(Generic[State]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def longest(self, prompt: Tokens, variant: str = "") -> int:
+    def longest(self, prompt: Tokens, variant: str = "", *, scope: str = "") -> int:
         """Return how many tokens of the prompt ``find`` would save."""
-        return self._best(prompt, variant)[1]
+        return self._best(prompt, variant, scope)[1]
 
-    def find(self, prompt: Tokens, variant: str = "") -> CacheHit[State] | None:
+    def find(self, prompt: Tokens, variant: str = "", *, scope: str = "") -> CacheHit[State] | None:
         """Return the state of the longest stored prefix of a prompt, and count this as a use; None if there is none."""
-        at, length = self._best(prompt, variant)
+        at, length = self._best(prompt, variant, scope)
         if at is None:
             return None
         entry = self._use(at)
@@ -90,10 +93,10 @@ class PrefixCache(Generic[State]):
         self._entries.append(entry)
         return entry
 
-    def _best(self, prompt: Tokens, variant: str) -> tuple[int | None, int]:
+    def _best(self, prompt: Tokens, variant: str, scope: str) -> tuple[int | None, int]:
         best, length = None, 0
         for at, entry in enumerate(self._entries):
-            if entry.variant != variant:
+            if entry.variant != variant or entry.scope not in (scope, SHARED):
                 continue
             # At least one token must be computed, to have logits to sample from.
             shared = min(common_prefix(entry.tokens, prompt), len(prompt) - 1)
@@ -102,7 +105,7 @@ class PrefixCache(Generic[State]):
                 best, length = at, shared
         return best, length
 
-    def store(self, tokens: Sequence[int] | Tokens, state: State, variant: str = "") -> bool:
+    def store(self, tokens: Sequence[int] | Tokens, state: State, variant: str = "", *, scope: str = "") -> bool:
         """Store the state after these tokens, unless a stored one covers it. Drops a state that the new one covers.
 
         Returns whether it was stored.
@@ -111,7 +114,7 @@ class PrefixCache(Generic[State]):
         if len(key) < MIN_TOKENS or state.nbytes > self.limit_bytes:
             return False
         for at, other in enumerate(self._entries):
-            if other.variant != variant:
+            if (other.variant, other.scope) != (variant, scope):
                 continue
             shared = common_prefix(other.tokens, key)
             if shared == len(key) and (other.state.can_be_trimmed or len(other.tokens) == len(key)):
@@ -121,7 +124,7 @@ class PrefixCache(Generic[State]):
                 # The state of a session grows with each turn. Another prefix of it is dropped by a later turn.
                 self._drop(at)
                 break
-        self._entries.append(Entry(key, state, variant, time.perf_counter()))
+        self._entries.append(Entry(key, state, variant, scope, time.perf_counter()))
         self.nbytes += state.nbytes
         self.shrink(self.limit_bytes)
         return True

@@ -147,7 +147,7 @@ def test_answers_to_one_request_have_seeds_of_their_own():
 
 def body(*, grammar=None, markers=(), **changes):
     request_ = replace(REQUEST, **changes)
-    options = {"choice": 0, "max_tokens": 9, "context_length": 512, "vocabulary_size": 1000, "may_end": True}
+    options = {"slot": 1, "choice": 0, "max_tokens": 9, "context_length": 512, "vocabulary_size": 1000, "may_end": True}
     return completion_body(request_, [1, 2], grammar=grammar, markers=markers, **options)
 
 

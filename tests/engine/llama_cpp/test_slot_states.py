@@ -1,0 +1,49 @@
+"""Conversations without a slot of llama.cpp are continued from their saved states."""
+
+from dataclasses import replace
+
+import pytest
+
+from lmx_lab.engine import Caller, TokenPrompt
+from tests.support.engines import LLAMA_SETTINGS, entry_of, manager_with, numbers, run
+
+pytestmark = pytest.mark.anyio
+CALLERS = [Caller(client=f"192.168.1.{number}") for number in range(5)]
+PROMPTS = [numbers(100, start=1000 * number) for number in range(1, 6)]
+
+
+async def cached(manager, prompt, caller):
+    return (await run(manager, prompt=prompt, caller=caller))[1].cached_tokens
+
+
+@pytest.mark.parametrize("callers", [CALLERS, CALLERS[:1] * 5], ids=["several", "one"])
+async def test_more_conversations_than_slots_keep_their_prefixes(long_gguf, callers):
+    async with manager_with(entry_of(long_gguf), LLAMA_SETTINGS) as manager:
+        for _ in range(2):
+            texts = [
+                (await run(manager, prompt=prompt, caller=caller))[0]
+                for prompt, caller in zip(PROMPTS, callers, strict=True)
+            ]
+        turns = [TokenPrompt(tokens=(*prompt.tokens, 7, 8, 9)) for prompt in PROMPTS]
+        found = [await cached(manager, turn, caller) for turn, caller in zip(turns, callers, strict=True)]
+        assert found == [100] * 5
+        again = [
+            await run(manager, prompt=prompt, caller=caller) for prompt, caller in zip(PROMPTS, callers, strict=True)
+        ]
+        assert [(text, report.cached_tokens) for text, report in again] == [(text, 99) for text in texts]
+
+
+async def test_without_memory_for_prefixes_only_slots_keep_them(long_gguf):
+    async with manager_with(entry_of(long_gguf), replace(LLAMA_SETTINGS, prefix_cache_bytes=0)) as manager:
+        for prompt, caller in zip(PROMPTS[:3], CALLERS[:3], strict=True):
+            await cached(manager, prompt, caller)
+        assert [await cached(manager, PROMPTS[at], CALLERS[at]) for at in (2, 0)] == [99, 0]
+
+
+async def test_files_of_another_caller_are_not_restored(long_gguf, tmp_path):
+    settings = replace(LLAMA_SETTINGS, prefix_cache_dir=tmp_path)
+    async with manager_with(entry_of(long_gguf), settings) as manager:
+        await cached(manager, PROMPTS[0], CALLERS[0])
+    for caller, expected in ((CALLERS[1], 0), (CALLERS[0], 99)):
+        async with manager_with(entry_of(long_gguf), settings) as manager:
+            assert await cached(manager, PROMPTS[0], caller) == expected
