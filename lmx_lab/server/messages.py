@@ -55,6 +55,8 @@ NAMES = FieldNames(
         "tool_choice.function": "tool_choice",
         "reasoning_effort": "thinking",
         "stop": "stop_sequences",
+        "response_format.json_schema.schema": "output_config.format.schema",
+        "response_format": "output_config.format",
     }
 )
 """Fields of the Messages format, by the chat format's fields that errors name."""
@@ -155,6 +157,11 @@ def chat_request(body: CountRequest) -> ChatRequest:
             fields["parallel_tool_calls"] = choice.type != "tool" and choice.disable_parallel_tool_use is not True
     if body.thinking is not None and body.thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
+    if (wanted := body.required_format) is not None:
+        fields["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": wanted.schema_, "strict": True},
+        }
     if isinstance(body, MessagesRequest):
         others = {
             "stream": body.stream,

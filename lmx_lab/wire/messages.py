@@ -7,14 +7,14 @@ These are ignored, unlike in the chat format, and named in the header ``x-lmx-ig
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, JsonValue, Tag, model_validator
 from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, LenientModel, NonEmpty, Probability, Stops
 from lmx_lab.wire.chat import MESSAGE_LIMIT
-from lmx_lab.wire.formats import Name
+from lmx_lab.wire.formats import JsonSchema, Name
 from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema
 
@@ -126,6 +126,19 @@ class Thinking(LenientModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputFormat(LenientModel):
+    """The required form of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(alias="schema")
+
+
+class OutputConfig(LenientModel):
+    """Settings of the answer."""
+
+    format: OutputFormat | None = None
+
+
 class CountRequest(LenientModel):
     """The body of POST /v1/messages/count_tokens."""
 
@@ -138,6 +151,19 @@ class CountRequest(LenientModel):
     tools: ToolDefinitions | None = None
     tool_choice: ToolChoiceObject | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of ``output_config.format``."""
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            raise ValueError("has both output_format and output_config.format; send output_config.format only")
+        return self
+
+    @property
+    def required_format(self) -> OutputFormat | None:
+        return self.output_format if self.output_config is None else self.output_config.format or self.output_format
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
@@ -147,6 +173,8 @@ class CountRequest(LenientModel):
                 yield f"tools.{tool.name}"
         if self.thinking is not None:
             yield from (f"thinking.{name}" for name in self.thinking.unknown)
+        if self.output_config is not None:
+            yield from (f"output_config.{name}" for name in self.output_config.unknown)
 
 
 class MessagesRequest(CountRequest):

@@ -1,5 +1,7 @@
 """Tests of POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages format, on the echo engine."""
 
+import json
+
 import httpx2
 import pytest
 
@@ -130,3 +132,33 @@ def test_messages_that_cannot_be_converted_are_refused_by_their_place(messages, 
     with pytest.raises(InvalidRequestError, match=message) as refused:
         chat_of(messages)
     assert refused.value.param == param
+
+
+FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}}
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}])
+def test_the_required_format_is_enforced(http, fields):
+    answer = http.post(PATH, json=body(**fields)).json()
+    (block,) = answer["content"]
+    assert (json.loads(block["text"]), answer["stop_reason"]) == ({"a": 7}, "end_turn")
+
+
+def test_other_settings_of_the_answer_are_named_as_ignored(http):
+    response = http.post(PATH, json=body(output_config={"format": FORMAT, "effort": "high"}))
+    assert response.headers["x-lmx-ignored"] == "output_config.effort"
+    assert http.post(PATH, json=body(output_config={"format": None})).json()["content"][0]["text"] == "hello"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),
+        ({"output_config": {"format": {"type": "yaml", "schema": {}}}}, "output_config.format.type"),
+        ({"output_config": {"format": FORMAT | {"schema": {"type": 5}}}}, "this format cannot be enforced"),
+        ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "send output_config.format only"),
+    ],
+)
+def test_a_format_that_cannot_be_enforced_is_refused_by_its_place(http, fields, message):
+    response = http.post(PATH, json=body(**fields))
+    assert (response.status_code, message in response.json()["error"]["message"]) == (400, True), response.text
