@@ -139,7 +139,7 @@ SUBJECTS = {
     "engine.cpu_blas.gemv": "an algorithm in machine code",
     "engine.encoders.modernbert": "an architecture of models",
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
-    "engine.plan": "the plan of a load, before it",
+    "engine.swap": "an algorithm: the order of requests for models that do not fit together",
     "engine.llama_cpp.grammar": "an algorithm: which grammars llama.cpp enforces",
     "engine.llama_cpp.slot_states": "which requests continue the tokens of a slot",
     "notebook.results": "the results of methods",

@@ -20,7 +20,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.models import ECHO, EngineChoice, KvCacheDtype, LoadSpec, ModelEntry, QuantizedType, by_model
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.find import PreferredEngine
+    from lmx_lab.engine.speeds import PreferredEngine
 
 app = typer.Typer()
 MAX_CELL_CHARACTERS = 1000
@@ -54,8 +54,7 @@ def pull(
     if model == ECHO.id:
         print_line("echo has no files to download: it answers without a model; run lmx-lab serve --model echo")
         return
-    from lmx_lab.engine.find import preferred_engine
-    from lmx_lab.engine.speeds import read_speeds
+    from lmx_lab.engine.speeds import preferred_engine, read_speeds
     from lmx_lab.progress import bar
     from lmx_lab.weights import Catalog
     from lmx_lab.weights.locations import remove_stale_copies
@@ -124,8 +123,7 @@ def models(
     The list goes to standard output, hints on the next step to standard error.
     """
     from lmx_lab.engine.engines import ENGINES
-    from lmx_lab.engine.find import preferred_engine
-    from lmx_lab.engine.speeds import read_speeds
+    from lmx_lab.engine.speeds import preferred_engine, read_speeds
     from lmx_lab.weights import Catalog
     from lmx_lab.weights.starters import STARTERS
 
@@ -271,7 +269,7 @@ def _print_wide(table: Table) -> None:
 def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> None:
     """Print a row for each model, whatever the number of its formats."""
     from lmx_lab.engine.engines import engine_for
-    from lmx_lab.engine.find import by_preference
+    from lmx_lab.engine.speeds import by_preference
 
     table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
     for formats in by_model(entries).values():

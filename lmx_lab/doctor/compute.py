@@ -8,8 +8,8 @@ import mlx.core as mx
 
 from lmx_lab.doctor import Finding
 from lmx_lab.engine.cpu_blas import configure_blas
-from lmx_lab.engine.find import replaced_cuda_package
 from lmx_lab.engine.mlx import memory
+from lmx_lab.engine.speeds import replaced_cuda_package
 from lmx_lab.settings import Settings
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from lmx_lab.doctor import Finding
 from lmx_lab.engine.engines import ENGINES
-from lmx_lab.engine.find import TITLES, preferred_engine
+from lmx_lab.engine.find import TITLES
 from lmx_lab.engine.llama_cpp.process import PACKAGE
 from lmx_lab.engine.measure import measure_speeds
-from lmx_lab.engine.speeds import MEASURED, STARTER, age_in_words, read_speeds, store_speeds, versions
+from lmx_lab.engine.speeds import MEASURED, STARTER, age_in_words, preferred_engine, read_speeds, store_speeds, versions
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model

@@ -1,4 +1,4 @@
-"""List the available engines, one row each.
+"""List the available engines, one row each, and create those of a manager.
 
 An engine is imported when its first model is loaded: MLX with mlx-lm takes two seconds to import, and many processes
 use one engine or none. A new engine needs a package with its class, and a row here.
@@ -6,21 +6,25 @@ use one engine or none. A new engine needs a package with its class, and a row h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.llama_cpp.process import INSTALL, PACKAGE, is_installed
+from lmx_lab.engine.memory import total_bytes
+from lmx_lab.engine.model import Engine, EngineHost, EngineMemory
 from lmx_lab.engine.tokenizing.worker import keep_descriptor_limit
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.extras import installed_version
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import BlasReport
 from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.model import Engine, EngineHost
+    from lmx_lab.engine.model import LoadedModel
 
-Factory = Callable[[Settings, "EngineHost"], "Engine"]
+Factory = Callable[[Settings, EngineHost], Engine]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +130,72 @@ def choose_engine(entry: ModelEntry, spec: LoadSpec) -> EngineRow:
             param="engine",
         )
     return row
+
+
+def share_memory(engine: Engine, other: Engine) -> bool:
+    """Return whether the models of two engines use the same memory. Models of MLX may be in the memory of a GPU."""
+    return engine is other or not (engine.memory.is_of_device or other.memory.is_of_device)
+
+
+class Engines:
+    """The engines of one manager, each of which is created with its first model. May be used on any thread.
+
+    Args:
+        make: How to make an engine, by name; for those that are missing, as in ``ENGINES``.
+    """
+
+    def __init__(self, settings: Settings, host: EngineHost, make: Mapping[EngineName, Factory] | None = None) -> None:
+        self._settings = settings
+        self._host = host
+        self._make = {name: row.make for name, row in ENGINES.items()} | dict(make or {})
+        self._created: dict[EngineName, Engine] = {}
+        self._lock = threading.Lock()
+        self._machine_bytes = total_bytes()
+        self._peaks: dict[EngineName, int] = {}
+
+    def get(self, name: EngineName) -> Engine:
+        """Return an engine, which is imported and created first if necessary. Blocks in that case."""
+        if (known := self._created.get(name)) is not None:
+            return known
+        with self._lock:
+            if name not in self._created:
+                self._created[name] = self._make[name](self._settings, self._host)
+            return self._created[name]
+
+    def of(self, entry: ModelEntry) -> Engine:
+        """Return the engine that runs a model; see ``get``."""
+        return self.get(engine_for(entry.format).name)
+
+    def room_bytes(self, engine: Engine, models: Iterable[LoadedModel[Any]]) -> int:
+        """Return the memory that a model on an engine may use next to these models."""
+        return engine.memory.limit - sum(it.memory_bytes for it in models if share_memory(engine, self.of(it.entry)))
+
+    def memory(self, models: Iterable[LoadedModel[Any]], main: ModelEntry | None) -> EngineMemory:
+        """Return the memory of all engines together.
+
+        Args:
+            models: The models in memory.
+            main: The main model. ``is_of_device`` is that of its engine.
+        """
+        total, limit, used, is_of_device = self._machine_bytes, 0, 0, False
+        for name, engine in list(self._created.items()):
+            memory = engine.memory
+            engine_used = memory.used
+            if engine_used is None:
+                engine_used = sum(it.memory_bytes for it in models if engine_for(it.entry.format).name == name)
+            self._peaks[name] = max(self._peaks.get(name, 0), engine_used, memory.peak or 0)
+            total, limit, used = max(total, memory.total), max(limit, memory.limit), used + engine_used
+            if main is None or engine_for(main.format).name == name:
+                is_of_device = memory.is_of_device
+        peak = sum(list(self._peaks.values()))
+        return EngineMemory(total=total, limit=limit, used=used, peak=peak, is_of_device=is_of_device)
+
+    @property
+    def blas(self) -> BlasReport | None:
+        """The BLAS of the first engine that has one."""
+        return next((engine.blas for engine in list(self._created.values()) if engine.blas is not None), None)
+
+    def stop(self) -> None:
+        """Stop the engines, the newest first. Blocks."""
+        for engine in reversed(list(self._created.values())):
+            engine.stop()

@@ -7,31 +7,20 @@ Blocking work runs in threads.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from pathlib import Path
+from dataclasses import replace
 from typing import TypeVar
 
 from lmx_lab.engine.engines import ENGINES, choose_engine, engine_for
-from lmx_lab.engine.speeds import Speeds, read_speeds
+from lmx_lab.engine.speeds import PreferredEngine, by_preference, llama_cpp_option, preferred_engine, read_speeds
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineChoice, EngineName, Format, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.values.models import EngineChoice, Format, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.files import in_thread
 
 T = TypeVar("T")
-CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
-"""Packages with which MLX computes on NVIDIA GPUs."""
-CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
-"""Devices of NVIDIA's driver on Linux, and on Linux under Windows."""
-MLX_LIBRARY = "mlx/lib/libmlx.so"
-"""The file of MLX's backend, which the packages for GPUs and for CPUs have at the same path."""
 TITLES: Mapping[Format, str] = {"mlx": "MLX", "gguf": "GGUF", "echo": "echo"}
 """Names of the formats in messages."""
 REQUESTED = "as requested"
@@ -69,27 +58,29 @@ class ModelFinder:
             raise UnusableModelError(problem, param="engine")
         missing: ModelNotFoundError | UnusableModelError | None = None
         entries: list[ModelEntry] = []
+        preferred = await from_disk(lambda: preferred_engine(read_speeds(self._settings), spec), name)
         try:
-            entries, preferred = await from_disk(
-                lambda: (
-                    self._catalog.find_formats(name, local=local, all_formats=spec.engine != "auto"),
-                    self._preferred_engine(spec),
-                ),
-                name,
-            )
+            entries = await self.formats(spec, local=local)
         except (ModelNotFoundError, UnusableModelError) as exc:
             # An interrupted download (full disk, end of the process) leaves some of the files.
             if isinstance(exc, UnusableModelError) and not self._catalog.can_fetch(name):
                 raise
-            missing, preferred = exc, await from_disk(functools.partial(self._preferred_engine, spec), name)
+            missing = exc
         found = choose_format(entries, spec, preferred, loaded)
         can_choose = self._catalog.can_choose_format(name)
         if found is not None and (not can_choose or engine_for(found.format).problem() is None):
             return found
         return await self._fetch(spec, entries, preferred, missing, local=local)
 
-    def _preferred_engine(self, spec: LoadSpec) -> PreferredEngine:
-        return preferred_engine(read_speeds(self._settings), spec)
+    async def formats(self, spec: LoadSpec, *, local: bool) -> list[ModelEntry]:
+        """Return the formats on disk that the name means or, if an engine is required, all formats of the model.
+
+        Raises:
+            ModelNotFoundError, UnusableModelError, NotLoadedError: see ``find``.
+        """
+        all_formats = spec.engine != "auto"
+        find = functools.partial(self._catalog.find_formats, spec.model, local=local, all_formats=all_formats)
+        return await from_disk(find, spec.model)
 
     async def _fetch(
         self,
@@ -190,88 +181,6 @@ async def from_disk(work: Callable[[], T], name: str, limit_s: float = 30.0) -> 
         raise NotLoadedError(
             f"{name} was not loaded: the folders with models have not been read within {limit_s:g} s; check their disks"
         ) from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferredEngine:
-    """The engine that is preferred on this machine."""
-
-    name: EngineName
-    reason: str
-
-    @property
-    def format(self) -> Format:
-        return ENGINES[self.name].formats[0]
-
-
-def preferred_engine(speeds: Speeds | None, spec: LoadSpec | None = None) -> PreferredEngine:
-    """Return the engine that is preferred on this machine: MLX on a GPU, and the faster engine on a CPU.
-
-    Args:
-        speeds: The stored measurement on this machine. It is not used on a GPU, because the measured model is too small
-            to show its speed.
-        spec: The load for which the engine is chosen. Some options need llama.cpp.
-    """
-    option = llama_cpp_option(spec) if spec is not None else None
-    if option is not None and ENGINES["llama.cpp"].problem() is None:
-        return PreferredEngine(name="llama.cpp", reason=f"only this engine loads models with {option}")
-    if (gpu := gpu_of_mlx()) is not None:
-        return PreferredEngine(name="mlx", reason=f"it uses the GPU ({gpu})")
-    if (problem := ENGINES["llama.cpp"].problem()) is not None:
-        return PreferredEngine(name="mlx", reason=f"llama.cpp is usually faster on a CPU, but {problem}")
-    if speeds is not None and speeds.preferred is not None:
-        return PreferredEngine(name=speeds.preferred, reason=f"measured {speeds.figures} for {speeds.model}")
-    return PreferredEngine(name="llama.cpp", reason="it is usually the faster engine on a CPU")
-
-
-def llama_cpp_option(spec: LoadSpec) -> str | None:
-    """Return an option of the load that only llama.cpp supports; None if there is none."""
-    return next((name for name in ("deterministic", "kv_cache_dtype") if getattr(spec, name)), None)
-
-
-def gpu_of_mlx() -> str | None:
-    """Return the kind of GPU that MLX uses, without importing MLX; None if it computes on the CPU."""
-    if sys.platform == "darwin":
-        return "Metal" if platform.machine() == "arm64" else None
-    has_device = any(Path(device).exists() for device in CUDA_DEVICES)
-    package = _cuda_package() if has_device else None
-    return "CUDA" if package is not None and _has_its_library(package) else None
-
-
-def replaced_cuda_package() -> str | None:
-    """Return the package for NVIDIA GPUs whose library ``mlx-cpu`` has replaced, with its version; None if none was.
-
-    On Linux LMX Lab needs ``mlx-cpu``, so both are installed, and MLX has the library of the one installed last.
-    """
-    package = _cuda_package()
-    return None if package is None or _has_its_library(package) else f"{package.name}=={package.version}"
-
-
-def _cuda_package() -> Distribution | None:
-    for package in CUDA_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            return distribution(package)
-    return None
-
-
-def _has_its_library(package: Distribution) -> bool:
-    """Return whether the library on disk has the size that the package's list of files states."""
-    listed = (package.read_text("RECORD") or "").splitlines()
-    size = next((line.rpartition(",")[2] for line in listed if line.startswith(f"{MLX_LIBRARY},")), None)
-    library = Path(str(package.locate_file(MLX_LIBRARY)))
-    return library.exists() and str(library.stat().st_size) == size
-
-
-def by_preference(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> list[ModelEntry]:
-    """Return the entries of a model, the one that ``auto`` loads first: of an engine that is installed, if possible of
-    the preferred one. A quantized copy comes before its original if it is loaded automatically, otherwise after it.
-    """
-
-    def rank(entry: ModelEntry) -> tuple[bool, bool, int]:
-        copy_rank = 1 if entry.copy is None else 0 if entry.copy.automatic else 2
-        return engine_for(entry.format).problem() is not None, entry.format != preferred.format, copy_rank
-
-    return sorted(entries, key=rank)
 
 
 def choose_format(

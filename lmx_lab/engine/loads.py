@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -142,7 +142,7 @@ class Change(Generic[Result]):
     kind: Literal["load", "unload"]
     name: str
     """The model as the caller names it."""
-    done: asyncio.Future[Result]
+    done: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     spec: LoadSpec | None = None
     """How the model is loaded; None for an unload."""
     files: ModelEntry | None = None
@@ -151,6 +151,8 @@ class Change(Generic[Result]):
     """The model; None until it is found."""
     wait: bool | None = None
     """How long requests of the models that leave memory may take; see ``ModelManager.unload``."""
+    finish_queued: bool = False
+    """Whether their queued requests are also answered; see ``ModelManager.load``."""
     stage: Literal["checking", "draining", "unloading", "loading"] = "checking"
     since: float = field(default_factory=time.perf_counter)
     drain: Drain | None = None
@@ -158,7 +160,7 @@ class Change(Generic[Result]):
     restores: bool = True
     """Whether models that have left memory are loaded again if this load fails or is cancelled."""
     _error: LabError | None = field(default=None, init=False)
-    _task: asyncio.Task[Any] | None = field(default=None, init=False)
+    _part: asyncio.Future[Any] | None = field(default=None, init=False)
     """The current part of the work, which may take long."""
 
     @property
@@ -205,28 +207,28 @@ class Change(Generic[Result]):
         if self._error is not None:
             raise self._error
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, work: Awaitable[T]) -> T:
         """Run a part that may take long, and return its result. ``cancel`` cancels this part and waits for its end.
 
         Raises:
             LabError: the work was cancelled.
         """
         if self._error is not None:
-            work.close()
+            if asyncio.iscoroutine(work):
+                work.close()
             raise self._error
         return await self.restore(work)
 
-    async def restore(self, work: Coroutine[Any, Any, T]) -> T:
+    async def restore(self, work: Awaitable[T]) -> T:
         """Run a part that loads a model again. It is cancelled only by a second ``cancel``."""
-        task = asyncio.create_task(work, name=f"lmx-lab {self.kind} of {self.name:.80}")
-        self._task = task
+        self._part = part = asyncio.ensure_future(work)
         try:
-            return await task
+            return await part
         except asyncio.CancelledError:
             self.check()
             raise
         finally:
-            self._task = None
+            self._part = None
 
     def cancel(self, error: LabError, *, restores: bool = True) -> None:
         """Cancel the load; its callers get this error.
@@ -236,8 +238,8 @@ class Change(Generic[Result]):
         """
         self._error = self._error or error
         self.restores = self.restores and restores
-        if self._task is not None:
-            self._task.cancel()
+        if self._part is not None:
+            self._part.cancel()
 
     def finish(self, outcome: Result | BaseException) -> None:
         """Pass the result or the error to the callers. Only the first call has an effect."""
@@ -289,13 +291,29 @@ def load_progress(entry: ModelEntry) -> ModelEvent:
     return ModelEvent(model=entry.id, stage="load", total_bytes=entry.size_bytes, message=f"on {engine}")
 
 
-def draft_warning(entry: ModelEntry) -> str:
-    """Return a warning if the draft model of a load is not smaller than the model; empty otherwise."""
-    draft = entry.draft
-    if draft is None or draft.size_bytes < entry.size_bytes:
-        return ""
-    sizes = f"{draft.size_bytes / 1e9:.2f} GB and {entry.size_bytes / 1e9:.2f} GB"
-    return f"warning: the draft model {draft.id} is not smaller than {entry.id} ({sizes}), so its drafts save no time"
+def load_report(model: LoadedModel[Any], entry: ModelEntry, load_s: float) -> LoadReport:
+    """Return the report of a load, which took this many seconds. It warns of a draft model that is not smaller.
+
+    Args:
+        entry: The files that were to be loaded, with the reason for their engine.
+    """
+    draft, warning = entry.draft, ""
+    if draft is not None and draft.size_bytes >= entry.size_bytes:
+        sizes = f"{draft.size_bytes / 1e9:.2f} GB and {entry.size_bytes / 1e9:.2f} GB"
+        warning = f"warning: the draft model {draft.id} is not smaller than {entry.id} ({sizes}), so its drafts save"
+        warning += " no time"
+    return LoadReport(
+        model=entry.id,
+        load_time_ms=load_s * 1e3,
+        vram_gb=model.memory_bytes / 1e9,
+        slots=model.slots,
+        context_length=model.context_length,
+        engine=engine_for(entry.format).name,
+        engine_reason=entry.engine_reason,
+        kv_cache_dtype=model.spec.kv_cache_dtype,
+        draft=draft.id if draft is not None else None,
+        warning=warning,
+    )
 
 
 def same_options(spec: LoadSpec, other: LoadSpec) -> bool:

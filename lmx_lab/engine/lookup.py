@@ -1,4 +1,4 @@
-"""Find the model in memory that a request names, and create the error if there is none. Pure.
+"""The models in memory. Find the one that a request names, and create the error if there is none. Pure.
 
 Requests name models by id. A loaded model can also be named by an alias or its hub repository; by its path, for callers
 on this machine; and by the last part of an id that is a path, for other callers.
@@ -7,8 +7,9 @@ on this machine; and by the last part of an id that is a path, for other callers
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmx_lab.engine.admission import LOAD_FIRST
 from lmx_lab.errors import (
@@ -18,12 +19,15 @@ from lmx_lab.errors import (
     NotLoadedError,
     OtherModelLoadedError,
     OutOfMemoryError,
-    UnusableModelError,
     did_you_mean,
 )
-from lmx_lab.values.engine import EngineSnapshot, ModelState
+from lmx_lab.values.engine import EngineSnapshot, ModelState, UnloadCause
 from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry, Unloading
 
+if TYPE_CHECKING:
+    from lmx_lab.engine.model import LoadedModel
+
+Model: TypeAlias = "LoadedModel[Any]"
 Kinds = tuple[Kind, ...]
 CHAT: Kinds = ("chat",)
 EMBEDDING: Kinds = ("embedding",)
@@ -42,6 +46,81 @@ NONE_LOADED = "; no model is loaded"
 """End of the error message of a load that has failed if there was no previous model."""
 MAX_LISTED = 5
 """Models on disk that an error message lists."""
+
+
+# Models in memory
+
+
+def is_beside(model: Model) -> bool:
+    """Return whether a model is a pinned encoder, which stays in memory next to the main model."""
+    return model.pinned and model.entry.kind != "chat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemory:
+    """The models in memory at one moment. A new object replaces it after each change, so any thread may read it."""
+
+    loaded: tuple[Model, ...] = ()
+    """In the order of their loads."""
+    main: Model | None = None
+    failure: LabError | None = None
+    """Why the last main model left memory, if its engine lost it; see ``lost``."""
+    unloaded: tuple[str, UnloadCause] | None = None
+    """The model that was unloaded last, and why; None after a load."""
+
+    @property
+    def lost(self) -> LabError | None:
+        """Why there is no main model, if its engine has lost it."""
+        return self.failure if self.main is None else self.main.lost
+
+    @property
+    def models(self) -> list[Model]:
+        """The models in the order in which they answer requests that name none: pinned encoders, the main model, then
+        the others, the newest first. Models that their engines have lost are left out.
+        """
+        order = dict.fromkeys((*filter(is_beside, self.loaded), self.main, *reversed(self.loaded)))
+        return [model for model in order if model is not None and model.lost is None]
+
+    @property
+    def idle_model(self) -> str | None:
+        """Id of the main model that was unloaded because it was idle; None if there is another one."""
+        is_idle = self.main is None and self.unloaded is not None and self.unloaded[1] == "idle"
+        return self.unloaded[0] if is_idle and self.unloaded is not None else None
+
+    def named(self, name: str | None, kinds: Kinds, *, local: bool) -> Model | None:
+        """Return the model that answers a request; see ``ModelManager.model_for``."""
+        models = self.models
+        entries = [model.entry for model in models]
+        entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
+        return next((model for model in models if model.entry is entry), None)
+
+    def with_newest(self, model: Model, *, as_main: bool, replaced: Model | None = None) -> InMemory:
+        """Return the models after one was loaded, or was in memory and is loaded again.
+
+        Args:
+            as_main: Whether it becomes the main model even if there is one.
+            replaced: The model whose place it takes.
+        """
+        others = (other for other in self.loaded if other is not model and other is not replaced)
+        now = replace(self, loaded=(*others, model))
+        is_first = self.main is None and not is_beside(model)
+        if as_main or is_first or (self.main is not None and self.main is replaced):
+            now = replace(now, main=model, failure=None, unloaded=None)
+        return now
+
+    def without(self, model: Model, *, stays: bool = False) -> InMemory:
+        """Return the models after one was unloaded. If it was the main one, the newest of the others takes its place,
+        but no pinned encoder.
+
+        Args:
+            stays: Whether it stays in memory, and only ceases to be the main model.
+        """
+        loaded = self.loaded if stays else tuple(other for other in self.loaded if other is not model)
+        main = self.main
+        if main is model:
+            others = (it for it in reversed(loaded) if it is not model and it.lost is None and not is_beside(it))
+            main = next(others, None)
+        return replace(self, loaded=loaded, main=main)
 
 
 # Names
@@ -136,19 +215,6 @@ def pinned_refusal(model: str) -> InvalidRequestError:
         f"lab.keep({model!r}, pin=False), lmx-lab keep {model} --no-pin or POST /admin/models/keep",
         param="model",
     )
-
-
-def check_pinned_kind(name: str, entry: ModelEntry, kind: Kind) -> None:
-    """Check that a model has the kind that a setting needs.
-
-    Raises:
-        UnusableModelError: the model has another kind.
-    """
-    if entry.kind != kind:
-        raise UnusableModelError(
-            f"{name} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the main "
-            "model, or name another one"
-        )
 
 
 # Refusals

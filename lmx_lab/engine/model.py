@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from lmx_lab.engine.texts import Jobs, TextJob, TextTokens, cosines, deadline, s
 from lmx_lab.engine.validation import check_dimensions, check_messages, check_token_ids
 from lmx_lab.errors import EngineError, InvalidRequestError, LabError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import BlasReport, ModelState, TokenTotals
+from lmx_lab.values.engine import COUNTERS, BlasReport, ModelState, TokenTotals
 from lmx_lab.values.models import LoadSpec, ModelEntry, TimeToLive, Unloading
 from lmx_lab.values.outputs import InputType, RerankMethod, Vectors
 from lmx_lab.values.plan import LoadPlan
@@ -589,3 +590,37 @@ class LoadedModel(ABC, Generic[Row]):
             yield
         finally:
             self._characters -= characters
+
+
+class Counts:
+    """Counts of tokens of all models since the start, those that have left memory included. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._models: list[LoadedModel[Any]] = []
+        """Models whose counts are not in ``_ended``."""
+        self._ended = TokenTotals()
+        self._last = TokenTotals()
+
+    def begin(self, model: LoadedModel[Any]) -> None:
+        """Count a model that was loaded."""
+        with self._lock:
+            self._models.append(model)
+
+    def end(self, model: LoadedModel[Any]) -> None:
+        """Add the final counts of a model that has left memory. Idempotent."""
+        with self._lock:
+            if model in self._models:
+                self._models.remove(model)
+                self._ended.add(model.totals)
+
+    def read(self) -> TokenTotals:
+        """Return the counts. They never decrease, although a generation is missing for a moment when it ends."""
+        with self._lock:
+            totals = replace(self._ended)
+            for model in self._models:
+                totals.add(model.totals)
+            for name in COUNTERS:
+                setattr(totals, name, max(getattr(totals, name), getattr(self._last, name)))
+            self._last = totals
+            return replace(totals)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from lmx_lab.engine.engines import EngineRow, choose_engine, engine_for
-from lmx_lab.engine.find import choose_format, from_disk, gpu_of_mlx, preferred_engine
-from lmx_lab.engine.model import Engine
-from lmx_lab.engine.speeds import memory_bandwidth, read_speeds
+from lmx_lab.engine.engines import EngineRow, Engines, choose_engine, engine_for, share_memory
+from lmx_lab.engine.find import choose_format, from_disk
+from lmx_lab.engine.speeds import gpu_of_mlx, memory_bandwidth, preferred_engine, read_speeds
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, ModelState
@@ -30,7 +29,7 @@ async def plan_load(
     *,
     settings: Settings,
     catalog: Catalog,
-    engine: Callable[[EngineName], Engine],
+    engines: Engines,
     now: EngineSnapshot,
     local: bool,
 ) -> LoadPlan:
@@ -38,7 +37,6 @@ async def plan_load(
     are read: of a model that is only on the hub, the headers are read.
 
     Args:
-        engine: Returns an engine. Blocks.
         now: The models in memory.
         local: Whether the caller is on this machine, and may name paths and models of the hub.
 
@@ -62,9 +60,8 @@ async def plan_load(
             except (ModelNotFoundError, UnusableModelError) as exc:
                 raise type(exc)(f"the draft model cannot be used: {exc.message}", param="draft") from exc
             entry = replace(entry, draft=draft)
-        names = [row.name, *(engine_for(model.entry.format).name for model in now.models)]
-        chosen, *others = await in_thread(lambda: [engine(name) for name in names])
-        beside = _models_beside(entry, chosen, zip(now.models, others, strict=True))
+        chosen = await in_thread(lambda: engines.get(row.name))
+        beside = _models_beside(entry, engines, now)
         limit_bytes = chosen.memory.limit
         pinned_bytes = sum(model.memory_bytes for model in beside if model.pinned)
         plan = await chosen.plan(entry, spec, room_bytes=limit_bytes - pinned_bytes)
@@ -108,13 +105,10 @@ async def _find(
 class FitList:
     """Finds out which of the models on the disk fit. The memory that each of them needs is kept while its files do not
     change, because it takes up to a second to read.
-
-    Args:
-        engine: Returns an engine. Blocks.
     """
 
-    def __init__(self, engine: Callable[[EngineName], Engine], *, limit_s: float = 0.5) -> None:
-        self._engine = engine
+    def __init__(self, engines: Engines, *, limit_s: float = 0.5) -> None:
+        self._engines = engines
         self._limit_s = limit_s
         self._needed: dict[tuple[Path, int, int], int | None] = {}
         """Memory by path, time and size of a model; None for a model that cannot be loaded."""
@@ -126,14 +120,12 @@ class FitList:
         Models of MLX are left out until MLX is imported for another reason, because that takes seconds.
         """
         until, found = time.monotonic() + self._limit_s, dict[Path, Fit]()
-        rows = {row.name: row for row in map(engine_for, {entry.format for entry in entries}) if _is_usable(row)}
-        names = [*rows, *(engine_for(model.entry.format).name for model in now.models)]
-        engines = await in_thread(lambda: {name: self._engine(name) for name in names})
-        in_memory = [(model, engines[engine_for(model.entry.format).name]) for model in now.models]
+        usable = {row.name for row in map(engine_for, {entry.format for entry in entries}) if _is_usable(row)}
+        await in_thread(lambda: [self._engines.get(name) for name in usable])
         for entry in entries:
-            if (name := engine_for(entry.format).name) not in rows:
+            if engine_for(entry.format).name not in usable:
                 continue
-            engine, key = engines[name], (entry.path, entry.modified_at, entry.size_bytes)
+            engine, key = self._engines.of(entry), (entry.path, entry.modified_at, entry.size_bytes)
             limit_bytes = engine.memory.limit
             if key not in self._needed:
                 if time.monotonic() >= until:
@@ -144,7 +136,7 @@ class FitList:
                 except LabError:
                     self._needed[key] = None
             if (needed := self._needed[key]) is not None:
-                found[entry.path], _ = find_room(needed, limit_bytes, _models_beside(entry, engine, in_memory))
+                found[entry.path], _ = find_room(needed, limit_bytes, _models_beside(entry, self._engines, now))
         return found
 
 
@@ -153,20 +145,15 @@ def _is_usable(row: EngineRow) -> bool:
     return row.problem() is None and (row.name != "mlx" or MLX_ENGINE in sys.modules)
 
 
-def _models_beside(entry: ModelEntry, engine: Engine, models: Iterable[tuple[ModelState, Engine]]) -> list[ModelState]:
+def _models_beside(entry: ModelEntry, engines: Engines, now: EngineSnapshot) -> list[ModelState]:
     """Return the models in the same memory, without the model itself, which a load replaces."""
-    others = [(model, other) for model, other in models if not is_same(model.entry, entry)]
-    return [model for model, other in others if share_memory(engine, other)]
+    engine, others = engines.of(entry), [model for model in now.models if not is_same(model.entry, entry)]
+    return [model for model in others if share_memory(engine, engines.of(model.entry))]
 
 
 def is_same(entry: ModelEntry, other: ModelEntry) -> bool:
     """Return whether two models cannot be in memory together, because requests could not tell them apart."""
     return entry.path == other.path or entry.id == other.id
-
-
-def share_memory(engine: Engine, other: Engine) -> bool:
-    """Return whether the models of two engines use the same memory. Models of MLX may be in the memory of a GPU."""
-    return engine is other or not (engine.memory.is_of_device or other.memory.is_of_device)
 
 
 def _bandwidth(settings: Settings, engine: EngineName) -> float:

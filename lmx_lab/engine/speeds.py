@@ -1,4 +1,5 @@
-"""Store how fast each engine decodes on this machine, and decide which engine is faster.
+"""Store how fast each engine decodes on this machine, and decide which engine is preferred here: MLX on a GPU, and the
+faster one on a CPU.
 
 The measurements are stored in the lab's home, together with the versions and the machine on which they were made. They
 become invalid when one of these changes.
@@ -13,18 +14,19 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.engine.engines import ENGINES
+from lmx_lab.engine.engines import ENGINES, engine_for
 from lmx_lab.engine.memory import default_threads
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.extras import installed_version
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import EngineName, Format
+from lmx_lab.values.models import EngineName, Format, LoadSpec, ModelEntry
 from lmx_lab.weights.files import open_regular
 
 STARTER = "smollm2-135m"
@@ -42,6 +44,13 @@ BUSY_PERCENT = 30
 """If other programs use this much of the processors, no engine is preferred. llama.cpp's threads wait for each other
 and then lose far more than their share: on two cores with two busy programs MLX had 8.2 tok/s and llama.cpp 3.5;
 without them MLX had 19 and llama.cpp 126."""
+
+CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
+"""Packages with which MLX computes on NVIDIA GPUs."""
+CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+"""Devices of NVIDIA's driver on Linux, and on Linux under Windows."""
+MLX_LIBRARY = "mlx/lib/libmlx.so"
+"""The file of MLX's backend, which the packages for GPUs and for CPUs have at the same path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,3 +209,85 @@ def age_in_words(at: float) -> str:
             count = int(seconds // length)
             return f"{count} {unit}{'s' * (count > 1)} ago"
     return "just now"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferredEngine:
+    """The engine that is preferred on this machine."""
+
+    name: EngineName
+    reason: str
+
+    @property
+    def format(self) -> Format:
+        return ENGINES[self.name].formats[0]
+
+
+def preferred_engine(speeds: Speeds | None, spec: LoadSpec | None = None) -> PreferredEngine:
+    """Return the engine that is preferred on this machine: MLX on a GPU, and the faster engine on a CPU.
+
+    Args:
+        speeds: The stored measurement on this machine. It is not used on a GPU, because the measured model is too small
+            to show its speed.
+        spec: The load for which the engine is chosen. Some options need llama.cpp.
+    """
+    option = llama_cpp_option(spec) if spec is not None else None
+    if option is not None and ENGINES["llama.cpp"].problem() is None:
+        return PreferredEngine(name="llama.cpp", reason=f"only this engine loads models with {option}")
+    if (gpu := gpu_of_mlx()) is not None:
+        return PreferredEngine(name="mlx", reason=f"it uses the GPU ({gpu})")
+    if (problem := ENGINES["llama.cpp"].problem()) is not None:
+        return PreferredEngine(name="mlx", reason=f"llama.cpp is usually faster on a CPU, but {problem}")
+    if speeds is not None and speeds.preferred is not None:
+        return PreferredEngine(name=speeds.preferred, reason=f"measured {speeds.figures} for {speeds.model}")
+    return PreferredEngine(name="llama.cpp", reason="it is usually the faster engine on a CPU")
+
+
+def llama_cpp_option(spec: LoadSpec) -> str | None:
+    """Return an option of the load that only llama.cpp supports; None if there is none."""
+    return next((name for name in ("deterministic", "kv_cache_dtype") if getattr(spec, name)), None)
+
+
+def gpu_of_mlx() -> str | None:
+    """Return the kind of GPU that MLX uses, without importing MLX; None if it computes on the CPU."""
+    if sys.platform == "darwin":
+        return "Metal" if platform.machine() == "arm64" else None
+    has_device = any(Path(device).exists() for device in CUDA_DEVICES)
+    package = _cuda_package() if has_device else None
+    return "CUDA" if package is not None and _has_its_library(package) else None
+
+
+def replaced_cuda_package() -> str | None:
+    """Return the package for NVIDIA GPUs whose library ``mlx-cpu`` has replaced, with its version; None if none was.
+
+    On Linux LMX Lab needs ``mlx-cpu``, so both are installed, and MLX has the library of the one installed last.
+    """
+    package = _cuda_package()
+    return None if package is None or _has_its_library(package) else f"{package.name}=={package.version}"
+
+
+def _cuda_package() -> Distribution | None:
+    for package in CUDA_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            return distribution(package)
+    return None
+
+
+def _has_its_library(package: Distribution) -> bool:
+    """Return whether the library on disk has the size that the package's list of files states."""
+    listed = (package.read_text("RECORD") or "").splitlines()
+    size = next((line.rpartition(",")[2] for line in listed if line.startswith(f"{MLX_LIBRARY},")), None)
+    library = Path(str(package.locate_file(MLX_LIBRARY)))
+    return library.exists() and str(library.stat().st_size) == size
+
+
+def by_preference(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> list[ModelEntry]:
+    """Return the entries of a model, the one that ``auto`` loads first: of an engine that is installed, if possible of
+    the preferred one. A quantized copy comes before its original if it is loaded automatically, otherwise after it.
+    """
+
+    def rank(entry: ModelEntry) -> tuple[bool, bool, int]:
+        copy_rank = 1 if entry.copy is None else 0 if entry.copy.automatic else 2
+        return engine_for(entry.format).problem() is not None, entry.format != preferred.format, copy_rank
+
+    return sorted(entries, key=rank)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lmx_lab.errors import QueueFullError
@@ -171,20 +170,6 @@ class SwapQueue:
         self.update()
         await self._tickets[ticket].wait()
 
-    def turn(self, ticket: Ticket, model: str | None) -> SwapTurn:
-        """Return the turn of a ticket after ``wait``.
-
-        Args:
-            model: Id of the loaded model.
-        """
-        loop = asyncio.get_running_loop()
-
-        def leave() -> None:
-            with suppress(RuntimeError):  # The loop is closed, because the manager was stopped.
-                loop.call_soon_threadsafe(self.leave, ticket)
-
-        return SwapTurn(leave, model)
-
     def leave(self, ticket: Ticket) -> None:
         """End the turn of a ticket, or its place in the queue. Idempotent."""
         if self._tickets.pop(ticket, None) is None:
@@ -209,16 +194,3 @@ class SwapQueue:
             self._tickets[ticket].set()
         elif (ends_s := self._order.share_ends_s()) is not None:
             self._timer = loop.call_at(ends_s, self.update)
-
-
-class SwapTurn:
-    """The turn of a request in swap mode. Its model is loaded, and stays loaded until the turn ends.
-
-    Args:
-        leave: Ends the turn. Idempotent; may be called from any thread.
-        model: Id of the loaded model.
-    """
-
-    def __init__(self, leave: Callable[[], None], model: str | None) -> None:
-        self.close = leave
-        self.model = model

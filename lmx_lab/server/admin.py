@@ -12,7 +12,6 @@ from fastapi import APIRouter, Query, Request
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.engines import ENGINES, engine_for
-from lmx_lab.engine.find import by_preference, preferred_engine
 from lmx_lab.engine.lookup import (
     ANY_KIND,
     CHAT,
@@ -23,7 +22,7 @@ from lmx_lab.engine.lookup import (
     unknown_model,
 )
 from lmx_lab.engine.lookup import find_model as find_in_memory
-from lmx_lab.engine.speeds import Speeds, read_speeds, versions
+from lmx_lab.engine.speeds import Speeds, by_preference, preferred_engine, read_speeds, versions
 from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local

@@ -98,7 +98,7 @@ class Lab:
 
     @property
     def engine(self) -> SlowEngine:
-        engine = self.manager.engine("echo")
+        engine = self.manager.engines.get("echo")
         assert isinstance(engine, SlowEngine)
         return engine
 

@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lmx_lab.engine import engines
-from lmx_lab.engine import find as finding
+from lmx_lab.engine import engines, speeds
 from lmx_lab.engine.engines import choose_engine
-from lmx_lab.engine.find import (
-    ModelFinder,
-    PreferredEngine,
-    choose_format,
-    from_disk,
-    gpu_of_mlx,
-    preferred_engine,
-    replaced_cuda_package,
-)
+from lmx_lab.engine.find import ModelFinder, choose_format, from_disk
+from lmx_lab.engine.speeds import PreferredEngine, gpu_of_mlx, preferred_engine, replaced_cuda_package
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, LoadSpec, ModelEvent
@@ -117,11 +109,11 @@ async def test_a_disk_that_does_not_answer_is_an_error():
 
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch):
-    monkeypatch.setattr(finding, "gpu_of_mlx", lambda: None)
+    monkeypatch.setattr(speeds, "gpu_of_mlx", lambda: None)
 
 
 def test_on_a_gpu_mlx_is_preferred_whatever_was_measured(monkeypatch):
-    monkeypatch.setattr(finding, "gpu_of_mlx", lambda: "Metal")
+    monkeypatch.setattr(speeds, "gpu_of_mlx", lambda: "Metal")
     assert preferred_engine(SPEEDS) == ON_GPU
 
 
@@ -149,13 +141,13 @@ def test_mlx_uses_an_nvidia_gpu_unless_mlx_cpu_has_replaced_its_library(tmp_path
     listed.mkdir()
     (listed / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-cuda-13\nVersion: 0.32.4\n")
     (listed / "RECORD").write_text("mlx/lib/libmlx.so,sha256=abc,9\nmlx/lib/libmlx.so.txt,,\n")
-    monkeypatch.setattr(finding, "CUDA_DEVICES", (str(library),))
+    monkeypatch.setattr(speeds, "CUDA_DEVICES", (str(library),))
     assert (gpu_of_mlx(), replaced_cuda_package()) == (None, None)
     monkeypatch.syspath_prepend(tmp_path)
     assert (gpu_of_mlx(), replaced_cuda_package()) == ("CUDA", None)
     library.write_bytes(b"for a CPU only")
     assert (gpu_of_mlx(), replaced_cuda_package()) == (None, "mlx-cuda-13==0.32.4")
-    monkeypatch.setattr(finding, "CUDA_DEVICES", ())
+    monkeypatch.setattr(speeds, "CUDA_DEVICES", ())
     assert gpu_of_mlx() is None
 
 
@@ -182,7 +174,7 @@ def test_the_format_is_that_of_the_required_the_loaded_or_the_preferred_engine(
 @pytest.mark.parametrize("loaded", [[], [MLX]])
 @pytest.mark.parametrize(("option", "value"), [("deterministic", True), ("kv_cache_dtype", "q8_0")])
 def test_a_load_with_an_option_of_llama_cpp_takes_the_gguf_file_if_there_is_one(monkeypatch, loaded, option, value):
-    monkeypatch.setattr(finding, "gpu_of_mlx", lambda: "Metal")
+    monkeypatch.setattr(speeds, "gpu_of_mlx", lambda: "Metal")
     spec = replace(LoadSpec(model=NAME), **{option: value})
     preferred = preferred_engine(None, spec)
     found = choose_format([MLX, GGUF], spec, preferred, loaded)

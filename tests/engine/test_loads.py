@@ -22,9 +22,7 @@ CANCELLED = NotLoadedError("the load was cancelled")
 
 
 def operation():
-    return Change(
-        kind="load", name="tiny", done=asyncio.get_running_loop().create_future(), spec=LoadSpec(model="tiny")
-    )
+    return Change(kind="load", name="tiny", spec=LoadSpec(model="tiny"))
 
 
 async def test_a_part_of_a_load_returns_its_result():

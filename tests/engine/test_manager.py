@@ -328,11 +328,16 @@ async def test_an_idle_model_is_unloaded_and_this_is_reported():
 async def test_each_request_starts_the_idle_time_again():
     async with running(replace(SETTINGS, idle_unload_s=600)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
-        before = lab.manager._idle_timer
+        before = lab.manager._residents._idle_timer
         assert before is not None
         await asyncio.sleep(0.01)
         await answer(lab)
-        await auntil(lambda: lab.manager._idle_timer is not None and lab.manager._idle_timer.when() > before.when())
+        await auntil(
+            lambda: (
+                lab.manager._residents._idle_timer is not None
+                and lab.manager._residents._idle_timer.when() > before.when()
+            )
+        )
 
 
 async def test_a_running_request_keeps_its_model_in_memory_longer_than_idle_unload_s():

@@ -291,13 +291,13 @@ async def test_the_models_that_a_plan_names_leave_for_the_load(tmp_path, tiny):
 
 async def test_a_list_shows_which_models_fit_and_is_read_within_a_time_limit(tmp_path, tiny, tiny_gguf):
     manager = ModelManager(Settings(home=tmp_path))
-    manager.engine("mlx")
+    manager.engines.get("mlx")
     huge, gguf = write_huge_llama(tmp_path / "huge", tiny.path), entry_of(tiny_gguf)
     broken = replace(tiny, path=tmp_path / "absent")
     entries = [tiny, gguf, huge, broken]
     expected = {tiny.path: "now", gguf.path: "now", huge.path: "not-here"}
-    assert await FitList(manager.engine, limit_s=60).read(entries, manager.snapshot) == expected
-    late = FitList(manager.engine, limit_s=0)
+    assert await FitList(manager.engines, limit_s=60).read(entries, manager.snapshot) == expected
+    late = FitList(manager.engines, limit_s=0)
     assert await late.read(entries, manager.snapshot) == {}
     # What was read once is kept.
     assert await manager.fits.read([gguf], manager.snapshot) == {gguf.path: "now"}

@@ -6,7 +6,7 @@ import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.engine import find
+from lmx_lab.engine import speeds
 from lmx_lab.errors import LabError
 from tests.support.gguf import EXACT, store_copy
 from tests.support.labs import serving
@@ -19,7 +19,7 @@ REASON = "it is usually the faster engine on a CPU"
 @pytest.fixture
 def lab(tmp_path, tiny, tiny_gguf, monkeypatch):
     """Run a server with ``tiny`` instead of the starter, in both formats."""
-    monkeypatch.setattr(find, "gpu_of_mlx", lambda: None)
+    monkeypatch.setattr(speeds, "gpu_of_mlx", lambda: None)
     (tmp_path / "models" / f"{NAME}-gguf").mkdir(parents=True)
     (tmp_path / "models" / NAME).symlink_to(tiny.path)
     (tmp_path / "models" / f"{NAME}-gguf" / "tiny.gguf").symlink_to(tiny_gguf)

@@ -143,7 +143,7 @@ def slow(swapping, monkeypatch):
 
 def delay_loads(lab, monkeypatch):
     """Let loads wait until the returned event is set."""
-    engine, resume = manager_of(lab).engine("mlx"), threading.Event()
+    engine, resume = manager_of(lab).engines.get("mlx"), threading.Event()
     load = engine.load
 
     async def slow_load(entry, spec, **options):

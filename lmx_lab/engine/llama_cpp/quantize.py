@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.engine.find import gpu_of_mlx
 from lmx_lab.engine.llama_cpp.process import llama_environ, require_installed
 from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsupported
 from lmx_lab.engine.memory import default_threads, limit_bytes
+from lmx_lab.engine.speeds import gpu_of_mlx
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry, QuantizedCopy, QuantizedType

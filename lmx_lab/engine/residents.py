@@ -1,0 +1,940 @@
+"""Change what is in memory: load and unload models, and decide how long they stay.
+
+Loads and unloads happen one at a time, except the loads of pinned encoders. Nothing polls: a model reports when its
+engine loses it, ``AdmissionControl`` reports when it has no requests left, and timers are set to known points in time.
+
+The model that was loaded last is the main one: it answers requests that name none. ``Settings.resident`` models stay in
+memory, besides those that are pinned. For a load beyond that, or if memory is short, the model that was used least
+recently is unloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from lmx_lab.engine.admission import LOAD_FIRST
+from lmx_lab.engine.engines import Engines, choose_engine, share_memory
+from lmx_lab.engine.find import ModelFinder
+from lmx_lab.engine.loads import Change, Drain, IfBusy, load_progress, load_report, same_options, within_limit
+from lmx_lab.engine.lookup import (
+    ANY_KIND,
+    NONE_LOADED,
+    InMemory,
+    Model,
+    check_loaded,
+    check_unload,
+    is_beside,
+    loaded_id,
+    pinned_refusal,
+)
+from lmx_lab.engine.memory import Budget
+from lmx_lab.engine.model import Counts, Engine
+from lmx_lab.engine.plan import is_same
+from lmx_lab.engine.swap import SwapQueue
+from lmx_lab.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    LabError,
+    ModelBusyError,
+    NotLoadedError,
+    OutOfMemoryError,
+    UnusableModelError,
+)
+from lmx_lab.settings import Settings
+from lmx_lab.values.engine import EngineSnapshot, EngineState, ModelState, UnloadCause
+from lmx_lab.values.models import KINDS_IN_WORDS, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent, TimeToLive
+from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.fingerprint import is_loaded, with_marks
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+RELOAD_S = 30.0
+"""Minimum time between two automatic loads of a model that its engine has lost."""
+
+
+class Residents:
+    """Loads and unloads models. Belongs to the loop of the manager; ``now`` and ``change`` may be read on any thread.
+
+    The methods of the same names in ``ModelManager`` describe arguments and errors.
+
+    Args:
+        report: Called with each step of a load or an unload.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        finder: ModelFinder,
+        engines: Engines,
+        *,
+        budget: Budget,
+        counts: Counts,
+        report: Callable[[ModelEvent], None],
+    ) -> None:
+        self._settings = settings
+        self._finder = finder
+        self._engines = engines
+        self._budget = budget
+        self._counts = counts
+        self._report = report
+        self.now = InMemory()
+        self.change: Change[Any] | None = None
+        """The load or unload that is in progress."""
+        self.idle_specs: dict[str, LoadSpec] = {}
+        """How to load the models again that were unloaded because they were idle, by id."""
+        self._closed = False
+        self._missing: list[Model] = []
+        """Pinned models that their engines have lost. They are loaded again at once, or before the next load."""
+        self._lost_main: Model | None = None
+        """The one of them that was the main model, until another one is loaded."""
+        self._changing = asyncio.Lock()
+        """Held by the change that is in progress."""
+        # Models are read into memory one at a time, so that the memory of the others is known, and none is there twice.
+        self._entering = asyncio.Lock()
+        self._loads: list[Change[LoadReport]] = []
+        """The loads that are in progress or wait for another change."""
+        self._unloading: Change[int] | None = None
+        """The unload that a caller has requested last."""
+        self._lending: asyncio.Task[str | None] | None = None
+        """Unloads all models, and loads them again when they are taken back; see ``make_room``."""
+        self._taken_back = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._reloads: set[asyncio.Task[Any]] = set()
+        """The tasks that load models again that were lost."""
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._reloaded_at: dict[str, float] = {}
+        """When a model that was lost was last loaded again, by id."""
+        self.swaps = SwapQueue(
+            settings,
+            loaded=lambda: self.ids,
+            is_busy=self._is_full_and_busy,
+            is_changing=self._changing.locked,
+        )
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """The models in memory and the state of their engines. Never blocks; may be read on any thread."""
+        now, change, totals = self.now, self.change, self._counts.read()
+        draining = change.drain if change is not None and change.stage == "draining" else None
+        states = [
+            model.state(unloading=draining.state if draining is not None and draining.model is model else None)
+            for model in now.models
+        ]
+        main = next((state for state in states if now.main is not None and state.entry is now.main.entry), None)
+        unloaded = now.unloaded if main is None else None
+        if now.main is not None and isinstance(now.lost, OutOfMemoryError):
+            unloaded = (now.main.entry.id, "memory")
+        phase: EngineState = "ready" if main is not None else "empty"
+        if main is None and change is not None and change.stage == "loading":
+            phase = "loading"
+        elif main is None and isinstance(now.lost, EngineDeadError):
+            phase = "dead"
+        memory = self._engines.memory(now.models, now.main.entry if now.main is not None else None)
+        return EngineSnapshot(
+            state=phase,
+            models=tuple(states),
+            main=main,
+            change=change.state if change is not None else None,
+            unloaded_model=unloaded[0] if unloaded is not None else None,
+            unload_cause=unloaded[1] if unloaded is not None else None,
+            totals=totals,
+            memory_used_bytes=memory.used or 0,
+            memory_peak_bytes=memory.peak or 0,
+            memory_total_bytes=memory.total,
+            memory_footprint_bytes=self._budget.footprint_bytes,
+            memory_limit_bytes=self._budget.total_bytes,
+            memory_pressure=self._budget.pressure,
+            memory_is_of_device=memory.is_of_device,
+            blas=self._engines.blas,
+        )
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The models in memory, and the one that was unloaded because it was idle."""
+        idle = [self.now.idle_model] if self.now.idle_model is not None else []
+        return frozenset([*idle, *(model.entry.id for model in self.now.models)])
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a load or an unload is in progress, except those of pinned encoders."""
+        return self._changing.locked()
+
+    def _is_full_and_busy(self) -> bool:
+        """Return whether another model can be loaded only after running requests have ended."""
+        removable = [model for model in self.now.models if not model.pinned]
+        resident = self._settings.resident
+        full = resident != "auto" and len(removable) >= resident
+        return full and all(model.admission.active for model in removable)
+
+    # End
+
+    async def close(self, error: LabError) -> None:
+        """End all loads and requests, and drop all models."""
+        self._closed = True
+        self.cancel_loads(error)
+        for task in self._reloads:
+            task.cancel()
+        self._missing.clear()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        await self._drop_all(error)
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+        # A model that was about to be loaded may have entered in the meantime.
+        await self._drop_all(error)
+
+    async def _drop_all(self, error: LabError) -> None:
+        models, self.now = self.now.models, InMemory()
+        await asyncio.gather(*(self._drop(model, error) for model in models), return_exceptions=True)
+
+    async def _drop(self, model: Model, error: LabError) -> int:
+        """Unload a model that was removed from ``now``; return the bytes that this released."""
+        try:
+            return await model.close(error)
+        finally:
+            self._counts.end(model)
+
+    def cancel_loads(self, error: LabError | None = None) -> None:
+        """Cancel all loads, and the end of ``make_room``. The callers of loads get the error immediately."""
+        if self._lending is not None:
+            self._lending.cancel()
+        for change in list(self._loads):
+            failure = error or NotLoadedError(f"the load of {change.name} was cancelled: the server stops")
+            change.cancel(failure, restores=False)
+            self._fail(change, failure)
+
+    async def quiesce(self, timeout_s: float) -> None:
+        models = self.now.models
+        were_open = [model for model in models if not model.admission.closed]
+        drains = [Drain(model, "the server was stopped", limit_s=timeout_s) for model in models]
+        await asyncio.gather(*(drain.run() for drain in drains))
+        for model in were_open:
+            model.admission.reopen()
+
+    def _start_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Start a task that continues when its caller is cancelled."""
+
+        def forget(task: asyncio.Task[T]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                task.exception()  # retrieved, because all callers may have left
+
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(forget)
+        return task
+
+    # Loads
+
+    async def load(
+        self,
+        spec: LoadSpec,
+        files: ModelEntry | None = None,
+        *,
+        local: bool,
+        finish_queued: bool = False,
+        if_busy: IfBusy = "refuse",
+    ) -> LoadReport:
+        if self._closed:
+            # A request in swap mode may have got its turn because other loads have ended.
+            raise EngineDeadError("the engine was stopped")
+        change = next((it for it in self._loads if it.spec == spec and it.files == files), None)
+        if change is None:
+            change = Change(
+                kind="load",
+                name=spec.model,
+                spec=spec,
+                files=files,
+                wait=spec.wait,
+                finish_queued=finish_queued,
+            )
+            self._loads.append(change)
+            work = self._run_load(change, self._load(change, spec, local=local, if_busy=if_busy))
+            self._start_task(work, f"lmx-lab load {spec.model:.80}")
+        # Cancelling a caller does not cancel the load.
+        return await asyncio.shield(change.done)
+
+    async def _run_load(self, change: Change[LoadReport], work: Coroutine[Any, Any, LoadReport]) -> None:
+        try:
+            report = await work
+        except LabError as exc:
+            self._fail(change, exc)
+        except asyncio.CancelledError:
+            self._fail(change, _cancelled(change))
+            raise
+        except Exception as exc:
+            log.exception("%s could not be loaded", change.name)
+            self._fail(change, UnusableModelError(f"{change.name} could not be loaded: {exc!r}"))
+        else:
+            self._report(ModelEvent(model=report.model, stage="loaded"))
+            change.finish(report)
+        finally:
+            self._loads.remove(change)
+
+    def _fail(self, change: Change[LoadReport], error: LabError) -> None:
+        if not change.done.done():
+            self._report(ModelEvent(model=change.name, stage="failed", message=error.message))
+        change.finish(error)
+
+    async def _load(self, change: Change[LoadReport], spec: LoadSpec, *, local: bool, if_busy: IfBusy) -> LoadReport:
+        entry, engine = await change.run(self._find(spec, change.files, local=local))
+        change.entry = entry
+        if change.beside or not self.is_changing:
+            model = await self._find_loaded(entry, spec)
+            if model is not None and (change.beside or not (self.is_changing or self._replaces_main(model))):
+                return self._use_again(model, entry, change)
+        # Only an earlier load is joined, so that two of them never wait for each other.
+        earlier = self._loads[: self._loads.index(change)]
+        if (other := next((it for it in earlier if change.may_join(it)), None)) is not None:
+            other.set_wait(spec.wait)
+            report = await change.run(asyncio.shield(other.done))
+            if (model := await self._find_loaded(entry, spec)) is not None:
+                self._use_again(model, entry, change)
+            return report
+        if if_busy == "replace":
+            for it in self._loads:
+                if it.entry is not None and not it.beside and it.entry.path != entry.path:
+                    error = NotLoadedError(f"the load of {it.entry.id} was cancelled: {entry.id} is loaded instead")
+                    it.cancel(error, restores=False)
+        if change.beside:
+            if self._lending is not None:
+                self.check_free()
+            await self._begin(change, entry)
+            return await change.run(self._load_beside(entry, spec, engine))
+        if if_busy == "refuse":
+            self.check_free()
+        async with self._in_progress(change):
+            await self._begin(change, entry)
+            return await self._load_in_turn(change, entry, spec, engine)
+
+    async def _find(self, spec: LoadSpec, entry: ModelEntry | None, *, local: bool) -> tuple[ModelEntry, Engine]:
+        """Return the files to load, with those of the draft model, and their engine.
+
+        Args:
+            entry: The files, if they are already known.
+        """
+        if entry is None:
+            loaded = [model.entry for model in self.now.models]
+            entry = await self._finder.find(spec, local=local, loaded=loaded)
+        kinds: dict[str | None, Kind] = {self._settings.embedder: "embedding", self._settings.reranker: "rerank"}
+        if spec.pin and (kind := kinds.get(spec.model, entry.kind)) != entry.kind:
+            raise UnusableModelError(
+                f"{spec.model} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the "
+                "main model, or name another one"
+            )
+        entry = await self._finder.with_draft(entry, spec, local=local)
+        return entry, await in_thread(functools.partial(self._engines.get, choose_engine(entry, spec).name))
+
+    async def _begin(self, change: Change[LoadReport], entry: ModelEntry) -> None:
+        """Check the files of a model whose load begins, unless the caller knows them."""
+        if change.files is None:
+            await change.run(self._finder.check(entry))
+        self._report(load_progress(entry))
+
+    async def _find_loaded(self, entry: ModelEntry, spec: LoadSpec) -> Model | None:
+        """Return the model in memory that has these files, unchanged, and these options; None if there is none."""
+        for model in self.now.models:
+            if same_options(model.spec, spec) and await in_thread(functools.partial(is_loaded, model.entry, entry)):
+                return model if model in self.now.models else None
+        return None
+
+    def _use_again(self, model: Model, entry: ModelEntry, change: Change[LoadReport]) -> LoadReport:
+        """Return the report of a load of a model that is in memory."""
+        if change.spec is not None:
+            self._keep(model, pin=change.spec.pin, ttl_s=change.spec.ttl_s)
+        if change.beside:
+            model.admission.touch()
+            self.set_idle_timer()
+        else:
+            self._seat(model, as_main=True)
+        return load_report(model, entry, 0.0)
+
+    def _seat(self, model: Model, *, as_main: bool, replaced: Model | None = None) -> None:
+        """See ``InMemory.with_newest``."""
+        model.admission.touch()
+        self.now = self.now.with_newest(model, as_main=as_main, replaced=replaced)
+        if as_main:
+            self._lost_main = None
+        self.set_idle_timer()
+
+    def _replaces_main(self, model: Model) -> bool:
+        """Return whether a model in memory becomes the main one as if it was loaded: a pinned encoder does."""
+        return is_beside(model) and model is not self.now.main
+
+    async def _load_in_turn(
+        self, change: Change[LoadReport], entry: ModelEntry, spec: LoadSpec, engine: Engine
+    ) -> LoadReport:
+        """Load a model, after others have left memory for it; if that fails, load those again."""
+        change.check()
+        present = await self._find_loaded(entry, spec)
+        if present is not None and not self._replaces_main(present):
+            return self._use_again(present, entry, change)
+        # A model that cannot be loaded is refused while the others still answer.
+        started, main = time.perf_counter(), self.now.main
+        leaving = await change.run(self._choose_leaving(entry, spec, engine, present))
+        checked_s = time.perf_counter() - started
+        await change.run(self._load_missing(besides=entry))
+        left: list[Model] = []
+        try:
+            while leaving:
+                for model in leaving:
+                    why = f"the model was replaced by {entry.id}"
+                    if await self._unload_after_drain(model, why, change) is not None:
+                        left.append(model)
+                        self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
+                # Others leave in place of a model that was pinned in the meantime.
+                stayed = any(model not in left for model in leaving)
+                leaving = await change.run(self._choose_leaving(entry, spec, engine, present)) if stayed else []
+            change.stage = "loading"
+            report = await change.run(self._enter(entry, spec, engine, as_main=True, like=left))
+            return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
+        except LabError as exc:
+            # Not the exception, which refers to this frame, and so to the models that have left.
+            kind, message, param = type(exc), exc.message, exc.param
+        # They are not needed if another model is loaded instead, or if the lab stops.
+        outcome = await self._restore(change, left, main) if change.restores else ""
+        raise kind(f"{message}{outcome}", param=param)
+
+    async def _load_beside(self, entry: ModelEntry, spec: LoadSpec, engine: Engine) -> LoadReport:
+        """Load an encoder that stays next to the main model, in memory that is free. Other loads and unloads need not
+        wait for it.
+        """
+        started = time.perf_counter()
+        if await self._find_loaded(entry, spec) is None:
+            same = [model for model in self.now.models if is_same(model.entry, entry)]
+            await self._check_loadable(entry, spec, engine, without=same)
+        checked_s = time.perf_counter() - started
+        report = await self._enter(entry, spec, engine, as_main=False)
+        return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms, context_length=None)
+
+    async def _choose_leaving(
+        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, present: Model | None
+    ) -> list[Model]:
+        """Let the engine check a model, and return the models that leave memory for it.
+
+        Args:
+            present: The model, if it is in memory.
+
+        Raises:
+            OutOfMemoryError: the model does not fit next to those that are pinned.
+        """
+        resident, models = self._settings.resident, self.now.models
+        same = [model for model in models if is_same(model.entry, entry) and model is not present]
+        others = [model for model in models if not model.pinned and model not in same]
+        others.sort(key=lambda model: (model.admission.active > 0, model.admission.used_at))
+        # Pinned models do not count.
+        surplus = 0 if resident == "auto" or spec.pin else max(0, len(others) + 1 - resident)
+        for count in range(surplus, len(others) + 1):
+            leaving = [*same, *others[:count]]
+            without = leaving if present is None else [*leaving, present]
+            try:
+                await self._check_loadable(entry, spec, engine, without=without)
+            except OutOfMemoryError as exc:
+                if count < len(others):
+                    continue
+                pinned = [model.entry.id for model in models if model.pinned and model not in without]
+                if not pinned:
+                    raise
+                note = (
+                    f"{', '.join(pinned)} stay in memory, because they are pinned; lab.keep(ID, pin=False) releases one"
+                )
+                raise OutOfMemoryError(f"{exc.message}; {note}", param=exc.param) from exc
+            return leaving
+        raise AssertionError("unreachable")
+
+    async def _restore(self, change: Change[LoadReport], left: Sequence[Model], main: Model | None) -> str:
+        """Load models again that have left memory for a load that has failed. Return the outcome as the end of an error
+        message.
+
+        Args:
+            main: The main model before the load.
+        """
+        if not left:
+            return f"; {main.entry.id} is still loaded" if main in self.now.models and main else NONE_LOADED
+        outcome = ""
+        for model in left:
+            name = model.entry.id
+            try:
+                await change.restore(self._reload(model, as_main=model is main))
+            except LabError as exc:
+                outcome += f"; the previous model {name} could not be loaded again either: {exc.message}"
+            else:
+                outcome += f"; the previous model {name} is loaded again"
+        return outcome
+
+    async def _reload(self, model: Model, *, as_main: bool) -> None:
+        """Load a model again that has left memory, unless it was loaded in another way in the meantime."""
+        entry, spec, engine = model.entry, model.spec_now, self._engines.of(model.entry)
+        await self._check_loadable(entry, spec, engine)
+        await self._enter(entry, spec, engine, as_main=as_main, replaces=False)
+
+    async def _check_loadable(
+        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, *, without: Sequence[Model] = ()
+    ) -> None:
+        """Let an engine check a model that is loaded next to those in memory.
+
+        Args:
+            without: Models that leave memory first.
+        """
+        staying = [model for model in self.now.models if model not in without]
+        check = engine.check(entry, spec, room_bytes=self._engines.room_bytes(engine, staying))
+        await within_limit(check, entry, self._settings.load_timeout_s)
+
+    async def check(self, spec: LoadSpec, *, beside: Sequence[ModelEntry]) -> ModelEntry:
+        entry, engine = await self._find(spec, None, local=True)
+        await self._finder.check(entry)
+        others = await in_thread(lambda: [(it, self._engines.of(it)) for it in beside])
+        room_bytes = engine.memory.limit - sum(it.load_bytes for it, other in others if share_memory(engine, other))
+        check = engine.check(entry, spec, room_bytes=room_bytes)
+        await within_limit(check, entry, self._settings.load_timeout_s)
+        return entry
+
+    async def _enter(
+        self,
+        entry: ModelEntry,
+        spec: LoadSpec,
+        engine: Engine,
+        *,
+        as_main: bool,
+        like: Sequence[Model] = (),
+        replaces: bool = True,
+    ) -> LoadReport:
+        """Read a model into memory, unless it is there; return the report of the load.
+
+        Args:
+            as_main: Whether it becomes the main model even if there is one.
+            like: Models that have left memory. The same one among them says how long this one stays.
+            replaces: Whether it replaces the same model with other options.
+        """
+        started, same = time.perf_counter(), None
+        async with self._entering:
+            model = await self._find_loaded(entry, spec)
+            if model is None:
+                same = next((other for other in self.now.models if is_same(other.entry, entry)), None)
+                if same is not None and not replaces:
+                    return load_report(same, entry, 0.0)
+                files = await in_thread(functools.partial(with_marks, entry))
+                staying = [other for other in self.now.models if other is not same]
+                load = engine.load(files, spec, room_bytes=self._engines.room_bytes(engine, staying))
+                model = await within_limit(load, entry, self._settings.load_timeout_s)
+                if (lost := model.lost) is not None:
+                    raise type(lost)(lost.message)
+                self._counts.begin(model)
+                before = (it for it in (same, *like, *self._missing) if it is not None and is_same(it.entry, entry))
+                if (known := next(before, None)) is not None:
+                    model.keep_as(known, spec)
+                self._missing = [it for it in self._missing if not is_same(it.entry, entry)]
+                self.idle_specs.pop(entry.id, None)
+            else:
+                self._keep(model, pin=spec.pin, ttl_s=spec.ttl_s)
+            self._seat(model, as_main=as_main, replaced=same)
+        report = load_report(model, entry, time.perf_counter() - started)
+        if same is not None:
+            await self._drop(same, NotLoadedError(f"{entry.id} was loaded again with other options"))
+        return report
+
+    def cancel_load(self, model: str) -> None:
+        loads = self._loads_of(model)
+        if not loads:
+            raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
+        for change in loads:
+            change.cancel(_cancelled(change))
+
+    def _loads_of(self, model: str) -> list[Change[LoadReport]]:
+        """Return the loads of the model with this id or requested name."""
+        return [change for change in self._loads if model in change.names]
+
+    # Models that stay
+
+    def keep(self, model: str, *, pin: bool | None, ttl_s: TimeToLive | None, local: bool) -> ModelState:
+        name = self._settings.ids_by_alias.get(model, model)
+        named = self.now.named(name, ANY_KIND, local=local)
+        if named is None and pin is False:
+            named = self._forget_missing(name, local=local)
+        if named is None:
+            check_loaded(name, self.snapshot, local=local)
+            raise NotLoadedError(f"{name[:200]} has just been unloaded; {LOAD_FIRST}")
+        self._keep(named, pin=pin, ttl_s=ttl_s)
+        self.set_idle_timer()
+        return named.state()
+
+    def _keep(self, model: Model, *, pin: bool | None, ttl_s: TimeToLive | None) -> None:
+        """Change how long a model stays in memory. If it is about to be unloaded, a pin keeps it in memory.
+
+        Raises:
+            ModelBusyError: the model is pinned while it is being unloaded by request.
+        """
+        drain = self.change.drain if self.change is not None else None
+        if pin and drain is not None and drain.model is model:
+            if self.change is self._unloading and model.entry.kind == "chat":
+                self.check_free()
+            drain.keep()
+        model.keep(pin=pin, ttl_s=ttl_s)
+        if ttl_s is not None:
+            model.admission.touch()
+
+    def _forget_missing(self, name: str, *, local: bool) -> Model | None:
+        """Return the pinned model of this name that its engine has lost, and do not load it again. None without one."""
+        id_ = loaded_id(name, [model.entry for model in self._missing], local=local)
+        found = next((model for model in self._missing if model.entry.id == id_), None)
+        self._missing = [model for model in self._missing if model is not found]
+        return found
+
+    async def _load_missing(self, *, besides: ModelEntry | None = None) -> None:
+        """Load pinned models again that their engines have lost.
+
+        Args:
+            besides: A model that is about to be loaded.
+        """
+        for model in list(self._missing):
+            if besides is not None and is_same(model.entry, besides):
+                continue
+            self._report(load_progress(model.entry))
+            try:
+                await self._reload(model, as_main=model is self._lost_main)
+            except LabError as exc:
+                log.warning("%s, which was pinned, could not be loaded again: %s", model.entry.id, exc.message)
+                self._report(ModelEvent(model=model.entry.id, stage="failed", message=exc.message))
+            else:
+                self._missing = [other for other in self._missing if other is not model]
+                self._report(ModelEvent(model=model.entry.id, stage="loaded"))
+
+    # Unloads
+
+    async def unload(self, model: str | None, *, local: bool, wait: bool | None) -> int:
+        if (joined := self._unload_to_join(model, wait, local=local)) is not None:
+            joined.set_wait(wait)
+            return await asyncio.shield(joined.done)
+        loads = [it for it in self._loads if it.entry is not None and not it.beside]
+        if loads := self._loads_of(model) if model is not None else loads:
+            for load in loads:
+                load.cancel(_cancelled(load))
+            await asyncio.wait([load.done for load in loads])
+            return 0
+        main = self.now.main
+        if model is not None:
+            if self._forget_missing(model, local=local) is not None:
+                return 0
+            check_unload(model, self.snapshot, local=local)
+        elif main is not None and main.pinned and not is_beside(main):
+            raise pinned_refusal(main.entry.id)
+        self.check_free()
+        named = self.now.named(model, ANY_KIND, local=local) if model is not None else None
+        shown = named if model is not None else main if main is not None and main.lost is None else None
+        change: Change[int] = Change(
+            kind="unload", name=model or "", entry=shown.entry if shown is not None else None, wait=wait
+        )
+        # Set before the unload begins, so that further requests to unload join it.
+        self._unloading = change
+        self._start_task(self._unload(change, named), "lmx-lab unload")
+        # Cancelling a caller does not cancel the unload.
+        return await asyncio.shield(change.done)
+
+    def _unload_to_join(self, model: str | None, wait: bool | None, *, local: bool) -> Change[int] | Drain | None:
+        """Return the unload in progress that a request to unload joins; None if there is none.
+
+        Args:
+            model, wait: The arguments of the request. With ``wait``, a name means the model in memory, even if the same
+                model is being loaded with other options.
+        """
+        requested = self._unloading if self._unloading is not None and not self._unloading.done.done() else None
+        if model is None:
+            is_of_main = requested is not None and requested.entry in (None, self.now.main and self.now.main.entry)
+            return requested if is_of_main else None
+        if wait is None and self._loads_of(model):
+            return None
+        drain = self.change.drain if self.change is not None else None
+        joined: Change[int] | Drain | None = drain
+        entry = drain.model.entry if drain is not None else None
+        if requested is not None and requested.entry is not None:
+            joined, entry = requested, requested.entry
+        return joined if entry is not None and loaded_id(model, [entry], local=local) == entry.id else None
+
+    async def _unload(self, change: Change[int], named: Model | None) -> None:
+        """Unload a model that a caller has named, or the main one."""
+        try:
+            async with self._in_progress(change):
+                freed = 0
+                model = self.now.main if named is None else named if named in self.now.models else None
+                if model is not None:
+                    change.entry = model.entry
+                    why = "the model was unloaded"
+                    freed = await self._unload_after_drain(model, why, change, cause="requested") or 0
+                elif named is None:
+                    # Nothing is loaded: the idle model is no longer loaded again for a request.
+                    unloaded = self.now.unloaded
+                    self.now = replace(self.now, unloaded=unloaded and (unloaded[0], "requested"), failure=None)
+            if model is not None:
+                self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
+            change.finish(freed)
+        except BaseException as exc:
+            change.finish(exc)
+            raise
+
+    async def _unload_after_drain(
+        self,
+        model: Model,
+        why: str,
+        change: Change[Any],
+        *,
+        cause: UnloadCause | None = None,
+        limit_s: float | None = None,
+    ) -> int | None:
+        """Unload a model after its requests have ended; return the bytes that this released. None if it stays as it is,
+        because it was pinned in the meantime.
+
+        If a pinned encoder is unloaded, it only ceases to be the main model.
+
+        Args:
+            change: The load that needs the room, or the unload. If a load is cancelled before the model is unloaded,
+                the model stays.
+            limit_s: Time that running requests have to end; by default ``drain_s``.
+        """
+
+        def report(drain: Drain) -> None:
+            self._report(ModelEvent(model=model.entry.id, stage="unloading", unloading=drain.state))
+
+        drain = change.drain = Drain(
+            model,
+            why,
+            limit_s=self._settings.drain_s if limit_s is None else limit_s,
+            wait=change.wait,
+            finish_queued=change.finish_queued,
+            replaced_by=change.model if change.kind == "load" else None,
+            on_change=report,
+        )
+        try:
+            if not (change.kind == "unload" and is_beside(model)):
+                change.stage, stays = "draining", True
+                try:
+                    await change.run(drain.run())
+                    replaces_itself = change.entry is not None and is_same(model.entry, change.entry)
+                    stays = model.pinned and not replaces_itself and change.spec is not None
+                finally:
+                    if stays:
+                        model.admission.reopen()
+                        drain.finish(0)
+                if stays:
+                    return None
+            change.stage = "unloading"
+            # An encoder may have been pinned in the meantime.
+            if stays := change.kind == "unload" and is_beside(model):
+                model.admission.reopen()
+            now = replace(self.now.without(model, stays=stays), failure=None)
+            if cause == "idle":
+                self.idle_specs[model.entry.id] = model.spec_now
+            # The cause is known before the memory is released. It explains why there is no main model.
+            self.now = replace(now, unloaded=(model.entry.id, cause)) if cause and now.main is None else now
+            error = NotLoadedError("the model was unloaded before this request ended")
+            freed = 0 if stays else await self._drop(model, error)
+        except BaseException as exc:
+            drain.finish(exc)
+            raise
+        finally:
+            change.drain = None
+        drain.finish(freed)
+        return freed
+
+    # Changes
+
+    @asynccontextmanager
+    async def _in_progress(self, change: Change[Any]) -> AsyncIterator[None]:
+        """Wait until other loads and unloads have ended, and show this one as in progress within the block."""
+        try:
+            async with self._changing:
+                change.since, self.change = time.perf_counter(), change
+                try:
+                    yield
+                finally:
+                    self.change = None
+        finally:
+            self.update()
+
+    def check_free(self) -> None:
+        """Check that no load or unload is in progress, except those of pinned encoders.
+
+        Raises:
+            ModelBusyError: one is in progress.
+        """
+        if not self.is_changing:
+            return
+        change, remedy = self.change, "try again when that is done"
+        loads = change is not None and change.kind == "load"
+        doing = f"{change.model} is being loaded" if change is not None and loads else "the model is being unloaded"
+        if change is not None and change.drain is not None and change.stage == "draining":
+            name = change.drain.model.entry.id
+            doing = f"{doing} ({name}: {change.drain.state})"
+            remedy += f", or stop its answers now: lmx-lab unload {name} --now, lab.unload({name!r}, wait=False)"
+        raise ModelBusyError(f"{doing}; {remedy}", retry_after_s=2)
+
+    async def until_unchanged(self) -> None:
+        """Wait until the loads and unloads that are in progress have ended."""
+        async with self._changing:
+            pass
+
+    # Room for the models of another manager
+
+    async def make_room(self, model: str, *, limit_s: float) -> None:
+        self.cancel_loads()
+        if self.change is not None:
+            self.change.set_wait(False)
+        self._taken_back.clear()
+        unloaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        lending = self._lending = self._start_task(self._lend(model, limit_s, unloaded), "lmx-lab make room")
+        # Cancelling a caller does not cancel the unload; ``take_back`` waits for its end.
+        parts: list[asyncio.Future[Any]] = [unloaded, lending]
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        if lending.done():
+            await _end_of(lending)
+
+    async def take_back(self) -> str | None:
+        self._taken_back.set()
+        lending, self._lending = self._lending, None
+        return await _end_of(lending) if lending is not None else None
+
+    async def _lend(self, name: str, limit_s: float, unloaded: asyncio.Future[None]) -> str | None:
+        """Unload all models, and load them again when ``_taken_back`` is set. Return the main model.
+
+        Args:
+            name: The model that is loaded in their place.
+            unloaded: Gets its result when they are unloaded.
+        """
+        change: Change[LoadReport] = Change(kind="load", name=name)
+        async with self._in_progress(change):
+            main, models, why = self.now.main, list(self.now.loaded), f"the server was restarted for {name}"
+            for model in sorted(models, key=lambda model: model is not main):
+                await self._unload_after_drain(model, why, change, limit_s=limit_s)
+            change.stage = "loading"
+            unloaded.set_result(None)
+            await self._taken_back.wait()
+            self._missing += [model for model in models if model is not main and model not in self._missing]
+            await self._load_missing()
+            self._missing = [model for model in self._missing if model.pinned]
+            if main is not None:
+                change.name = main.entry.id
+                await self._reload(main, as_main=True)
+            return main.entry.id if main is not None else None
+
+    # Reports of models
+
+    def update(self) -> None:
+        """Start the next turn in swap mode, and set the idle timer. Called when their conditions may have changed."""
+        self.swaps.update()
+        self.set_idle_timer()
+
+    def remove_lost(self, model: Model) -> None:
+        """React to a model that its engine has lost; see ``EngineHost.lost``."""
+        now, error = self.now, model.lost
+        if error is None or model not in now.loaded:
+            return
+        was_main, name, out_of_memory = now.main is model, model.entry.id, isinstance(error, OutOfMemoryError)
+        now = now.without(model)
+        if now.main is None and was_main:
+            now = replace(now, failure=error, unloaded=(name, "memory") if out_of_memory else now.unloaded)
+        self.now = now
+        self._counts.end(model)
+        if model.pinned:
+            self._missing.append(model)
+            # Of several lost main models, the first one counts; the others became it only because of the loss.
+            self._lost_main = self._lost_main or (model if was_main else None)
+        if model.pinned or not was_main or now.main is not None:
+            since_s = time.perf_counter() - self._reloaded_at.get(name, -RELOAD_S)
+            reloads = model.pinned and self._lending is None and since_s > RELOAD_S
+            which = "this pinned model" if model.pinned else "this model"
+            message = f"the engine lost {which}; {'it is loaded again' if reloads else 'load it again'}"
+            self._report(ModelEvent(model=name, stage="unloaded", message=message))
+            if reloads:
+                self._reloaded_at[name] = time.perf_counter()
+                task = self._start_task(self._load_missing(), "lmx-lab reload")
+                self._reloads.add(task)
+                task.add_done_callback(self._reloads.discard)
+        elif out_of_memory:
+            self._report(ModelEvent(model=name, stage="unloaded", message="out of memory"))
+        self.update()
+
+    @property
+    def depends_on_idle(self) -> bool:
+        """Whether something depends on the end of the last request of a model. May be read on any thread."""
+        has_ttl = any(model.ttl_s is not None for model in self.now.loaded)
+        return has_ttl or self._settings.swap or self.change is not None
+
+    def set_idle_timer(self) -> None:
+        """Set the timer to the time at which the next model has been idle for its time to live."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        # The end of the last request of a model, of the change, or of the turn calls this method again.
+        if self.is_changing or self.swaps.has_turn:
+            return
+        now, main = self.now, self.now.main
+        ends = [
+            (model.admission.used_at + model.ttl_s, model)
+            for model in now.models
+            if model.ttl_s is not None
+            and not model.admission.active
+            and (not model.pinned or (model is main and is_beside(model)))
+        ]
+        if not ends:
+            return
+        end, model = min(ends, key=lambda each: each[0])
+        left_s = end - time.perf_counter()
+        if left_s > 0:
+            self._idle_timer = asyncio.get_running_loop().call_later(left_s, self.set_idle_timer)
+        else:
+            self._start_task(self._unload_unused(model, "idle"), "lmx-lab idle unload")
+
+    def evict(self, missing_bytes: int) -> None:
+        """Unload the model that was used least recently, if it has no requests and is not the main one; see
+        ``Budget``.
+        """
+        unused = [
+            model
+            for model in self.now.models
+            if not model.pinned and model is not self.now.main and not model.admission.active
+        ]
+        if unused and not self.is_changing:
+            model = min(unused, key=lambda model: model.admission.used_at)
+            log.warning("%.2f GB of memory have to be freed", missing_bytes / 1e9)
+            self._start_task(self._unload_unused(model, "memory"), "lmx-lab evict")
+
+    async def _unload_unused(self, model: Model, cause: Literal["idle", "memory"]) -> None:
+        """Unload a model that has no requests, unless one arrives in the meantime."""
+        change: Change[int] = Change(kind="unload", name=model.entry.id, entry=model.entry)
+        async with self._in_progress(change):
+            idle_s = model.ttl_s if cause == "idle" else 0.0
+            stays = model.pinned and not is_beside(model)
+            if idle_s is None or stays or self.swaps.has_turn or model not in self.now.models:
+                return
+            why = "it was idle" if cause == "idle" else "memory was short"
+            model.admission.close(NotLoadedError(f"{change.name} was unloaded because {why}; load it again"))
+            if model.admission.active or model.admission.used_at + idle_s > time.perf_counter():
+                # A request has arrived in the meantime.
+                model.admission.reopen()
+                return
+            message = f"idle for {idle_s:g} s" if cause == "idle" else "memory is short"
+            log.info("%s is unloaded: %s", change.name, message)
+            await self._unload_after_drain(model, "the model was unloaded", change, cause=cause)
+        self._report(ModelEvent(model=change.name, stage="unloaded", message=message))
+
+
+async def _end_of(lending: asyncio.Task[T]) -> T:
+    """Wait for the end of a task that continues when the caller is cancelled, and return its result.
+
+    Raises:
+        NotLoadedError: the task was cancelled.
+    """
+    await asyncio.wait([lending])
+    if lending.cancelled():
+        raise NotLoadedError("the models were not loaded again, because the server stops")
+    return lending.result()
+
+
+def _cancelled(change: Change[LoadReport]) -> NotLoadedError:
+    return NotLoadedError(f"the load of {change.name} was cancelled")
