@@ -34,7 +34,7 @@ from lmx_lab.engine.requests import (
 from lmx_lab.engine.scheduler import Turns
 from lmx_lab.engine.stream import Answer, Origin
 from lmx_lab.engine.texts import Jobs, TextJob, TextTokens, cosines, deadline, shorten
-from lmx_lab.engine.validation import check_dimensions, check_messages, check_token_ids
+from lmx_lab.engine.validation import check_characters, check_dimensions, check_messages, check_token_ids
 from lmx_lab.errors import EngineError, InvalidRequestError, LabError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import COUNTERS, BlasReport, ModelState, TokenTotals
@@ -404,16 +404,20 @@ class LoadedModel(ABC, Generic[Row]):
         """
         arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
         by_pairs = self.entry.kind == "rerank"
+        documents: Sequence[str] = request.documents
+        truncate = request.truncate or request.max_document_tokens is not None
         with self._tokenizing(request.documents):
             async with self._accepting(permit, arrived_at, timeout_s):
+                if request.max_document_tokens is not None:
+                    for at, document in enumerate(documents):
+                        check_characters(document, f"documents.{at}")
+                    documents = await self._beginnings(documents, request.max_document_tokens)
                 if by_pairs:
-                    texts = await self._read_pairs(request.query, request.documents, truncate=request.truncate)
+                    texts = await self._read_pairs(request.query, documents, truncate=truncate)
                 else:
                     texts = [
                         *await self._read_texts([request.query], input_type="query", truncate=False, param="query"),
-                        *await self._read_texts(
-                            request.documents, input_type="document", truncate=request.truncate, param="documents"
-                        ),
+                        *await self._read_texts(documents, input_type="document", truncate=truncate, param="documents"),
                     ]
         job = self._job(texts, arrived_at, raw=request.raw_scores)
 
@@ -451,6 +455,10 @@ class LoadedModel(ABC, Generic[Row]):
 
     async def _read_pairs(self, query: str, documents: Sequence[str], *, truncate: bool) -> list[TextTokens]:
         """Check and tokenize the pairs of a query and each document, for a reranker."""
+        raise NotImplementedError
+
+    async def _beginnings(self, documents: Sequence[str], tokens: int) -> list[str]:
+        """Return the beginnings of documents, up to a number of tokens, without special ones."""
         raise NotImplementedError
 
     async def _compute(self, job: TextJob) -> Vectors:

@@ -275,6 +275,8 @@ class RerankRequest:
     """Id of a model; None takes a reranker or, without one, an embedding model, and pinned models first."""
     truncate: bool = False
     """Whether to truncate documents that are too long for the model, instead of refusing them."""
+    max_document_tokens: int | None = None
+    """Number of tokens to which documents are truncated; if it is set, ``truncate`` applies too."""
     raw_scores: bool = False
     """Whether to return the scores of the model's head without the activation that its files name."""
     timeout_s: float | None = None

@@ -1,11 +1,18 @@
-"""The route ``POST /v1/rerank``, which sorts documents by relevance, at the three paths that clients use."""
+"""The route ``POST /v1/rerank``, which sorts documents by relevance, at the three paths that clients use.
+
+The answers of each path have the form that its clients read: at ``/v2/rerank`` that of version 2 of Cohere's API; at
+``/rerank`` that of Jina and vLLM or, for bodies with ``texts``, of Text Embeddings Inference.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pydantic_core
 from fastapi import APIRouter, Request, Response
@@ -17,11 +24,21 @@ from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.wire.base import ANY_MODEL
-from lmx_lab.wire.embeddings import EncodingUsage
-from lmx_lab.wire.rerank import AnyRerankBody, RerankBody, RerankItem, RerankResults, TextRank, TextsRerankBody
+from lmx_lab.wire.rerank import (
+    AnyRerankBody,
+    CohereResults,
+    DocumentResults,
+    RerankBody,
+    RerankResults,
+    TextRank,
+    TextsRerankBody,
+)
 
-PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
-"""The paths of Jina and of version 1 of Cohere, of version 2 of Cohere, and of Text Embeddings Inference."""
+ANSWERS: dict[str, Any] = {"/v1/rerank": RerankResults, "/v2/rerank": CohereResults, "/rerank": DocumentResults}
+"""Answers to bodies with documents, by path: that of version 1 of Cohere, of version 2, and of vLLM, Jina and
+Text Embeddings Inference."""
+DOCUMENTS_PER_UNIT = 100
+"""Cohere counts a search unit for each query with up to this many documents."""
 
 
 def rerank_routes(service: InferenceService) -> APIRouter:
@@ -29,25 +46,28 @@ def rerank_routes(service: InferenceService) -> APIRouter:
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     async def rerank(body: AnyRerankBody, request: Request) -> Response:
-        """Sort documents by relevance to a query. For a body with `texts`, the response is a bare array of scores."""
+        """Sort documents by relevance to a query. For a body with `texts`, the response is a bare array of scores. For
+        others, documents are strings at `/v1/rerank` and objects at the other paths; at `/v2/rerank`, they are included
+        only with `return_documents`."""
         caller = service.caller_of(request)
         ranking = await while_connected(request, service.rerank(rerank_request(body, caller)))
         model = public_id(ranking.report.model, local=caller.local)
         ranking = replace(ranking, report=replace(ranking.report, model=model))
         # On the event loop, 256 results are written as text in about a millisecond.
+        path = request.scope["route"].path
         if len(ranking.scores) > 256:
-            content = await asyncio.to_thread(_encode, body, ranking)
+            content = await asyncio.to_thread(_encode, path, body, ranking)
         else:
-            content = _encode(body, ranking)
+            content = _encode(path, body, ranking)
         return Response(content, media_type="application/json")
 
-    for path in PATHS:
+    for path, answer in ANSWERS.items():
         router.add_api_route(
             path,
             rerank,
             name=path.strip("/").replace("/", "_"),
             methods=["POST"],
-            response_model=RerankResults | list[TextRank],
+            response_model=answer | list[TextRank],
             responses=INFERENCE_ERRORS,
         )
     return router
@@ -61,53 +81,69 @@ def rerank_request(body: RerankBody | TextsRerankBody, caller: Caller) -> Rerank
         documents=tuple(body.texts),
         model=None if name == ANY_MODEL else name,
         truncate=bool(body.truncate),
+        max_document_tokens=(body.max_tokens_per_doc or None) if isinstance(body, RerankBody) else None,
         raw_scores=bool(body.raw_scores),
         caller=caller,
     )
 
 
-def _encode(body: RerankBody | TextsRerankBody, ranking: Ranking) -> bytes:
+def _encode(path: str, body: RerankBody | TextsRerankBody, ranking: Ranking) -> bytes:
     if isinstance(body, TextsRerankBody):
-        return text_ranks(ranking, body.texts if body.return_text else None)
-    return rerank_results(ranking, body.texts if body.return_documents is not False else None, top_n=body.top_n)
+        return text_ranks(ranking, body.texts if body.return_text else None, top_n=body.top_n)
+    with_documents = path != "/v2/rerank" if body.return_documents is None else body.return_documents
+    return rerank_results(ranking, body.texts if with_documents else None, top_n=body.top_n, path=path)
 
 
-def rerank_results(ranking: Ranking, documents: Sequence[str] | None, *, top_n: int | None = None) -> bytes:
-    """Return the body of the answer to a ``RerankBody``, the JSON of ``RerankResults``.
+def rerank_results(
+    ranking: Ranking, documents: Sequence[str] | None, *, top_n: int | None = None, path: str = "/v1/rerank"
+) -> bytes:
+    """Return the body of the answer to a ``RerankBody``, the JSON of the path's class in ``ANSWERS``.
 
     Args:
         documents: The documents, to include them in the results; None leaves them out.
         top_n: Number of results to return; None returns all.
     """
-    tokens = ranking.report.tokens
-    results = [
-        RerankItem(index=index, relevance_score=score, document=documents[index] if documents is not None else None)
-        for index, score in _scored(ranking, top_n)
-    ]
-    answer = RerankResults(
-        id=f"rerank-{secrets.token_hex(12)}",
-        model=ranking.report.model,
-        method=ranking.method,
-        results=results,
-        usage=EncodingUsage(prompt_tokens=tokens, total_tokens=tokens),
-    )
-    return answer.model_dump_json(exclude_none=True).encode()
+    results: list[dict[str, Any]] = []
+    for index, score in _scored(ranking, top_n):
+        results.append({"index": index, "relevance_score": score})
+        if documents is not None:
+            results[-1]["document"] = documents[index] if path == "/v1/rerank" else {"text": documents[index]}
+    report = ranking.report
+    answer: dict[str, Any]
+    if path == "/v2/rerank":
+        meta = {
+            "api_version": {"version": "2"},
+            "billed_units": {"search_units": math.ceil(len(ranking.scores) / DOCUMENTS_PER_UNIT)},
+            "tokens": {"input_tokens": report.tokens},
+        }
+        answer = {"id": str(uuid.uuid4()), "results": results, "meta": meta}
+    else:
+        answer = {
+            "id": f"rerank-{secrets.token_hex(12)}",
+            "object": "list",
+            "model": report.model,
+            "method": ranking.method,
+            "results": results,
+            "usage": {"prompt_tokens": report.tokens, "total_tokens": report.tokens},
+        }
+    return pydantic_core.to_json(answer)
 
 
-def text_ranks(ranking: Ranking, texts: Sequence[str] | None) -> bytes:
+def text_ranks(ranking: Ranking, texts: Sequence[str] | None, *, top_n: int | None = None) -> bytes:
     """Return the body of the answer to a ``TextsRerankBody``, a JSON array of ``TextRank``.
 
     Args:
         texts: The texts, to include them in the results; None leaves them out.
+        top_n: Number of results to return; None returns all.
     """
     ranks = [
         TextRank(index=index, score=score, text=texts[index] if texts is not None else None)
-        for index, score in _scored(ranking)
+        for index, score in _scored(ranking, top_n)
     ]
     return pydantic_core.to_json(ranks, exclude_none=True)
 
 
-def _scored(ranking: Ranking, top_n: int | None = None) -> list[tuple[int, float]]:
+def _scored(ranking: Ranking, top_n: int | None) -> list[tuple[int, float]]:
     """Return the index and the score of each document, the most relevant first."""
     # Converted to text and back, so that the JSON contains the shortest decimal form of a float32.
     return [(index, float(str(ranking.scores[index]))) for index in ranking.order(top_n)]

@@ -1,6 +1,7 @@
-"""Pydantic models of POST /v1/rerank: the bodies of Jina and Cohere, and of Text Embeddings Inference, and answers.
+"""Pydantic models of the rerank routes: the bodies of Jina and Cohere, and of Text Embeddings Inference, and answers.
 
-In results, documents are strings, even if they were sent as objects.
+Each path has the answers of the servers whose clients use it. Documents that were sent as strings or as objects are
+strings in the results of ``/v1/rerank``, and objects with ``text`` in those of the other paths.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Documents = TypeAliasType(
 
 
 class RerankBody(RequestModel):
-    """The body of POST /v1/rerank as Jina and Cohere define it."""
+    """The body of a rerank request as Jina, Cohere and vLLM define it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "default", "query": SEA, "documents": PAIR}]})
 
@@ -67,8 +68,11 @@ class RerankBody(RequestModel):
     documents: Documents
     top_n: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Number of results to return."""
-    return_documents: bool | None = True
-    """Whether the results contain the documents."""
+    return_documents: bool | None = None
+    """Whether the results contain the documents; by default, only those of ``/v2/rerank`` do not."""
+    max_tokens_per_doc: Annotated[int, Field(ge=0), WHOLE] | None = None
+    """Number of tokens to which documents are truncated; 0 means no limit, as in vLLM. Documents that still do not fit
+    into the model's context are truncated further."""
 
     # Extensions.
     truncate: bool | None = False
@@ -80,12 +84,13 @@ class RerankBody(RequestModel):
     user: str | None = None
 
     # Fields of the formats that are not supported; only the value without effect is valid.
-    max_tokens_per_doc: Annotated[
-        Any, Neutral("token limits for documents (truncate: true cuts at the model's own limit)")
-    ] = None
     return_embeddings: Annotated[Any, Neutral("vectors in addition to scores", (False,))] = None
     priority: Annotated[Any, Neutral("priorities", (0,))] = None
-    max_chunks_per_doc: Annotated[Any, Neutral("chunks of documents")] = None
+    max_chunks_per_doc: Annotated[Any, Neutral("chunks of documents (send max_tokens_per_doc)", (1,))] = None
+    max_tokens_per_query: Annotated[Any, Neutral("truncated queries", (0,))] = None
+    truncate_prompt_tokens: Annotated[Any, Neutral("limits of tokens per pair (send max_tokens_per_doc)")] = None
+    truncation_side: Annotated[Any, Neutral("truncations at the beginning of a text", ("right",))] = None
+    instruction: Annotated[Any, Neutral("instructions (write them into the query)", ("",))] = None
     rank_fields: Annotated[Any, Neutral("fields to rank by other than text", (["text"],))] = None
 
     @property
@@ -95,7 +100,7 @@ class RerankBody(RequestModel):
 
 
 class TextsRerankBody(RequestModel):
-    """The body of POST /v1/rerank as Text Embeddings Inference defines it."""
+    """The body of a rerank request as Text Embeddings Inference defines it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"query": SEA, "texts": PAIR}]})
 
@@ -103,6 +108,8 @@ class TextsRerankBody(RequestModel):
     """Not part of the format. If it is missing, the model in memory is used."""
     query: Query
     texts: InputTexts
+    top_n: Annotated[int, Field(ge=1), WHOLE] | None = None
+    """Number of results to return. Not part of the format, but LiteLLM sends it."""
     return_text: bool | None = False
     truncate: bool | None = False
     raw_scores: bool | None = False
@@ -135,16 +142,51 @@ class RerankItem(BaseModel):
     """Absent with ``return_documents: false``."""
 
 
-class RerankResults(BaseModel):
-    """The answer to a ``RerankBody``, the most relevant document first; equal ones in the order of the request."""
+class RankedText(BaseModel):
+    """The text of a document in the results of ``/v2/rerank`` and ``/rerank``."""
+
+    text: str
+
+
+class RankedDocument(BaseModel):
+    """A document, as an object, and its score."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+    """Absent with ``return_documents: false`` and, at ``/v2/rerank``, unless it is true."""
+
+
+class RankingDetails(BaseModel):
+    """What the answers of ``/v1/rerank`` and ``/rerank`` share."""
 
     id: str
     object: Literal["list"] = "list"
     model: str
     method: RerankMethod
     """How the scores were computed; ``cosine`` compares the vectors of an embedding model."""
-    results: list[RerankItem]
     usage: EncodingUsage
+
+
+class RerankResults(RankingDetails):
+    """The answer to a ``RerankBody``, the most relevant document first; equal ones in the order of the request."""
+
+    results: list[RerankItem]
+
+
+class DocumentResults(RankingDetails):
+    """The answer to a ``RerankBody`` at ``/rerank``, in the same order, as Jina and vLLM define it."""
+
+    results: list[RankedDocument]
+
+
+class CohereResults(BaseModel):
+    """The answer to a ``RerankBody`` at ``/v2/rerank``, in the same order, as version 2 of Cohere's API defines it."""
+
+    id: str
+    results: list[RankedDocument]
+    meta: dict[str, dict[str, JsonValue]]
+    """``api_version``, ``billed_units`` and ``tokens``."""
 
 
 class TextRank(BaseModel):

@@ -24,6 +24,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from lmx_lab.wire.chat import ChatChunk, ChatCompletion
 from lmx_lab.wire.completions import Completion
@@ -40,6 +41,7 @@ from lmx_lab.wire.ollama import (
     OllamaRunningModels,
     OllamaVersion,
 )
+from lmx_lab.wire.rerank import CohereResults, DocumentResults, RerankResults, TextRank
 from lmx_lab.wire.responses import ModelResponse, ResponseEvent
 from tests.support.labs import serving
 
@@ -47,10 +49,10 @@ FOLDER = Path(__file__).parents[1] / "client_requests"
 
 
 def body_of(model):
-    """Return a check that the answer is one JSON object of this form."""
+    """Return a check that the answer is one JSON value of this form."""
 
     def check(text):
-        model.model_validate_json(text)
+        TypeAdapter(model).validate_json(text)
 
     return check
 
@@ -93,6 +95,9 @@ FORMS = {
     "/v1/messages/count_tokens": (body_of(TokenCount), None),
     "/v1/responses": (body_of(ModelResponse), events_of(ResponseEvent)),
     "/v1/embeddings": (body_of(EmbeddingList), None),
+    "/v1/rerank": (body_of(RerankResults), None),
+    "/v2/rerank": (body_of(CohereResults), None),
+    "/rerank": (body_of(DocumentResults | list[TextRank]), None),
     "/api/chat": (body_of(OllamaChatAnswer), lines_of(OllamaChatAnswer)),
     "/api/generate": (body_of(OllamaGenerateAnswer), lines_of(OllamaGenerateAnswer)),
     "/api/embed": (body_of(OllamaEmbedAnswer), None),

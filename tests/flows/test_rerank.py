@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from lmx_lab.engine import Caller, Ranking, RerankRequest
 from lmx_lab.errors import NotLoadedError
-from lmx_lab.server.rerank import rerank_request, rerank_results, text_ranks
+from lmx_lab.server.rerank import ANSWERS, rerank_request, rerank_results, text_ranks
 from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.rerank import AnyRerankBody, RerankResults
@@ -51,6 +51,15 @@ FLAGS = {"truncate": True, "raw_scores": True}
         (
             {"model": "default", "documents": SHORT, "user": "me", "rank_fields": ["text"], **FLAGS},
             RerankRequest(query="q", documents=SHORT, **FLAGS),
+        ),
+        (
+            {"model": "minilm", "documents": SHORT, "max_tokens_per_doc": 4096, "truncation_side": "right"},
+            RerankRequest(query="q", documents=SHORT, model="minilm", max_document_tokens=4096),
+        ),
+        (
+            # vLLM's defaults.
+            {"model": "minilm", "documents": SHORT, "max_tokens_per_doc": 0, "max_tokens_per_query": 0, "priority": 0},
+            RerankRequest(query="q", documents=SHORT, model="minilm"),
         ),
         (
             {"texts": SHORT, "truncation_direction": "Right", **FLAGS},
@@ -99,6 +108,17 @@ def test_top_n_limits_the_results_and_equal_scores_keep_the_order_of_documents(t
     assert all(set(result) == {"index", "relevance_score"} for result in results)
 
 
+def test_the_answer_of_cohere_counts_a_search_unit_for_each_hundred_documents():
+    answers = [json.loads(rerank_results(ranking(*range(1, n + 1)), None, path="/v2/rerank")) for n in (3, 100, 101)]
+    assert [answer["meta"]["billed_units"]["search_units"] for answer in answers] == [1, 1, 2]
+    assert set(answers[0]) == {"id", "results", "meta"}
+    assert answers[0]["meta"] == {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": 1},
+        "tokens": {"input_tokens": 7},
+    }
+
+
 def test_texts_are_answered_with_a_bare_array():
     assert json.loads(text_ranks(ranking(2, 1, 4), None)) == [
         {"index": 2, "score": 4.0},
@@ -106,6 +126,7 @@ def test_texts_are_answered_with_a_bare_array():
         {"index": 1, "score": 1.0},
     ]
     assert [row["text"] for row in json.loads(text_ranks(ranking(2, 1, 4), SHORT))] == ["dddd", "bb", "a"]
+    assert json.loads(text_ranks(ranking(2, 1, 4), None, top_n=1)) == [{"index": 2, "score": 4.0}]
 
 
 def test_scores_are_written_with_as_few_digits_as_a_float32_needs():
@@ -124,8 +145,41 @@ def test_the_bodies_of_all_servers_are_accepted(quick_lab, http):
         assert result["document"] == DOCUMENTS[result["index"]]
     bare = http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, "return_text": True}).json()
     assert [(row["index"], row["text"]) for row in bare] == [(row["index"], row["document"]) for row in results]
-    cohere = http.post("/v2/rerank", json=body(model="default", top_n=1, return_documents=False)).json()
-    assert [set(result) for result in cohere["results"]] == [{"index", "relevance_score"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "return_documents", "document"),
+    [
+        ("/v1/rerank", None, DOCUMENTS[1]),
+        ("/v1/rerank", False, None),
+        ("/rerank", None, {"text": DOCUMENTS[1]}),
+        ("/rerank", True, {"text": DOCUMENTS[1]}),
+        ("/rerank", False, None),
+        ("/v2/rerank", None, None),
+        ("/v2/rerank", True, {"text": DOCUMENTS[1]}),
+    ],
+)
+def test_each_path_returns_documents_as_its_clients_read_them(http, path, return_documents, document):
+    answer = http.post(path, json=body(top_n=1, return_documents=return_documents)).json()
+    ANSWERS[path].model_validate(answer)
+    (result,) = answer["results"]
+    assert result.pop("document", None) == document
+    assert result == {"index": 1, "relevance_score": result["relevance_score"]}
+    objects = [{"text": text} for text in DOCUMENTS]
+    same = http.post(path, json=body(top_n=1, return_documents=return_documents, documents=objects)).json()["results"]
+    assert same[0].get("document") == document
+
+
+def test_documents_are_truncated_to_a_number_of_tokens(http):
+    longer = [f"{text} Bread, bread and more bread." for text in DOCUMENTS]
+    counts = [http.post("/tokenize", json={"content": text}).json()["count"] for text in DOCUMENTS]
+    limited = rerank(http, documents=longer, max_tokens_per_doc=min(counts), return_documents=True)
+    assert limited["usage"]["prompt_tokens"] < rerank(http, documents=longer)["usage"]["prompt_tokens"]
+    scores = {item["index"]: item["relevance_score"] for item in limited["results"]}
+    plain = {item["index"]: item["relevance_score"] for item in rerank(http)["results"]}
+    shortest = counts.index(min(counts))
+    assert scores[shortest] == plain[shortest]
+    assert limited["results"][0]["document"] == longer[limited["results"][0]["index"]]
 
 
 @pytest.mark.slow
@@ -162,7 +216,9 @@ def test_zero_and_false_are_distinguished(http, foreign):
         ({"top_n": 0}, "top_n"),
         ({"top_n": -1}, "top_n"),
         ({"top_n": 1.5}, "top_n"),
-        ({"max_tokens_per_doc": 100}, "max_tokens_per_doc"),
+        ({"max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ({"instruction": "Find salt."}, "instruction"),
+        ({"truncation_side": "left"}, "truncation_side"),
         ({"max_chunks_per_doc": 2}, "max_chunks_per_doc"),
         ({"rank_fields": ["title"]}, "rank_fields"),
         ({"top_k": 3}, "top_k"),
@@ -181,7 +237,7 @@ def test_an_invalid_field_is_named(http, changes, param):
         ({"texts": [{"text": "a"}]}, "texts.0"),
         ({"documents": ["a"]}, "documents"),
         ({"truncation_direction": "left"}, "truncation_direction"),
-        ({"top_n": 1}, "top_n"),
+        ({"top_n": 0}, "top_n"),
     ],
 )
 def test_an_invalid_field_of_a_request_with_texts_is_named(http, changes, param):

@@ -480,6 +480,11 @@ class EchoLoaded(LoadedModel[EchoRow]):
             for at, text in enumerate(texts)
         ]
 
+    async def _beginnings(self, documents: Sequence[str], tokens: int) -> list[str]:
+        """See ``LoadedModel``."""
+        vocabulary = self._model.vocabulary
+        return [vocabulary.decode(vocabulary.encode(text[: tokens * LONGEST_PIECE])[:tokens]) for text in documents]
+
     def _read(self, text: str | Sequence[int], param: str, *, truncate: bool) -> TextTokens:
         vocabulary, limit, count = self._model.vocabulary, self.entry.context_length or 0, None
         if isinstance(text, str):

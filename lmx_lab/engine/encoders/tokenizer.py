@@ -243,6 +243,21 @@ class TextTokenizer:
             for encoding, start in zip(encodings, starts, strict=True)
         ]
 
+    async def beginnings(self, texts: Sequence[str], tokens: int) -> list[str]:
+        """Return the beginnings of texts, up to a number of tokens. Texts of unusually long tokens are cut earlier.
+
+        Raises:
+            InvalidRequestError: the tokenizer takes too long, or fails.
+        """
+        # As long as any model's context, if that is shorter.
+        tokens = min(tokens, self._rules.context_length or tokens)
+        parts = [text[: tokens * CHARACTERS_PER_TOKEN] for text in texts]
+        encoded = await self._encoder.encode(parts, param="documents", special=False, keep=tokens + 1, starts=True)
+        return [
+            part if encoding.length <= tokens else part[: encoding.starts[tokens]]
+            for part, encoding in zip(parts, encoded, strict=True)
+        ]
+
     async def _template_pairs(
         self,
         format: PairFormat,

@@ -268,6 +268,14 @@ class LlamaModel(LoadedModel[AnswerReader]):
             pairs.append(TextTokens((*query_tokens, *tokens), pair=(query, shown)))
         return pairs
 
+    async def _beginnings(self, documents: Sequence[str], tokens: int) -> list[str]:
+        """See ``LoadedModel``."""
+        found = []
+        for document in documents:
+            ids = await self.tokenizer.tokenize(document, at_most=tokens, parse_special=False, add_special=False)
+            found.append(document if len(ids) <= tokens else await self.tokenizer.decoded(ids[:tokens]))
+        return found
+
     async def _read(
         self, text: str | Sequence[int], param: str, *, truncate: bool, limit: int | None = None
     ) -> tuple[int, ...]:

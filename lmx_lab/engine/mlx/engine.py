@@ -277,6 +277,10 @@ class MlxEncoder(MlxModel):
             read += await self._texts.pairs(query, part, truncate=truncate, first=first)
         return read
 
+    async def _beginnings(self, documents: Sequence[str], tokens: int) -> list[str]:
+        """See ``LoadedModel``."""
+        return [text for _, part in _slices(documents) for text in await self._texts.beginnings(part, tokens)]
+
     def _job(self, texts: Sequence[TextTokens], arrived_at: float, *, raw: bool = False) -> EncodeJob:
         return EncodeJob(texts=texts, arrived_at=arrived_at, raw=raw, model=self, encoder=self._encoder)
 

@@ -172,6 +172,29 @@ async def test_vectors_have_length_one_and_do_not_depend_on_the_other_inputs(emb
     assert crowd.shape == (44, 384)
 
 
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("kind", ["embedding", "rerank"])
+async def test_documents_are_truncated_to_a_number_of_tokens(embedders, rerankers, format_, kind):
+    entries = embedders if kind == "embedding" else rerankers
+    # Each letter is a token in both vocabularies.
+    letters = "a b c d e f g h "
+    documents = (letters, "b", letters * 2000)
+    async with manager_with(entries[format_], SETTINGS) as manager:
+        for count in (1, 3):
+            cut = RerankRequest(query="sea", documents=documents, max_document_tokens=count)
+            short = tuple(" ".join(text.split()[:count]) for text in documents)
+            expected = await manager.rerank(RerankRequest(query="sea", documents=short))
+            ranking = await manager.rerank(cut)
+            np.testing.assert_allclose(ranking.scores, expected.scores, atol=1e-5)
+            assert ranking.report.tokens == expected.report.tokens
+        # Documents that exceed the context are truncated further.
+        long = await manager.rerank(replace(cut, max_document_tokens=10_000))
+        truncated = await manager.rerank(replace(cut, max_document_tokens=None, truncate=True))
+        np.testing.assert_allclose(long.scores, truncated.scores, atol=1e-5)
+        with pytest.raises(InvalidRequestError, match=r"documents\.1"):
+            await manager.rerank(replace(cut, documents=("a", "\ud800")))
+
+
 async def test_shortened_vectors_have_length_one(embedder):
     cut = await embedder.embed(EmbeddingRequest(inputs=SENTENCES, dimensions=64))
     head = (await vectors(embedder, *SENTENCES))[:, :64]
