@@ -1,4 +1,5 @@
-"""The route ``POST /v1/rerank``, which sorts documents by relevance, at the three paths that clients use.
+"""The routes ``POST /v1/rerank``, which sorts documents by relevance, at the three paths that clients use, and ``POST
+/v1/score``, which scores pairs of texts.
 
 The answers of each path have the form that its clients read: at ``/v2/rerank`` that of version 2 of Cohere's API; at
 ``/rerank`` that of Jina and vLLM or, for bodies with ``texts``, of Text Embeddings Inference.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,13 +25,18 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
+from lmx_lab.server.translate import requested_model
 from lmx_lab.wire.base import ANY_MODEL
+from lmx_lab.wire.embeddings import EncodingUsage
 from lmx_lab.wire.rerank import (
     AnyRerankBody,
     CohereResults,
     DocumentResults,
     RerankBody,
     RerankResults,
+    Score,
+    ScoreBody,
+    Scores,
     TextRank,
     TextsRerankBody,
 )
@@ -70,7 +77,49 @@ def rerank_routes(service: InferenceService) -> APIRouter:
             response_model=answer | list[TextRank],
             responses=INFERENCE_ERRORS,
         )
+
+    @router.post("/v1/score", response_model=Scores, responses=INFERENCE_ERRORS)
+    @router.post("/score", response_model=Scores, responses=INFERENCE_ERRORS, include_in_schema=False)
+    async def score(body: ScoreBody, request: Request) -> Response:
+        """Score pairs of texts: a query with each document, or each text with the one at the same place."""
+        caller = service.caller_of(request)
+        content = await while_connected(request, _scores(service, body, caller))
+        return Response(content, media_type="application/json")
+
     return router
+
+
+async def _scores(service: InferenceService, body: ScoreBody, caller: Caller) -> bytes:
+    pairs, limit = body.pairs, body.truncate_prompt_tokens
+    scores, tokens, model = [0.0] * len(pairs), 0, ""
+    # A query with its documents is one request.
+    places_of: dict[str, list[int]] = {}
+    for at, (query, _) in enumerate(pairs):
+        places_of.setdefault(query, []).append(at)
+    for query, places in places_of.items():
+        ranking = await service.rerank(
+            RerankRequest(
+                query=query,
+                documents=tuple(pairs[at][1] for at in places),
+                model=requested_model(body.model),
+                truncate=limit is not None,
+                max_document_tokens=limit if limit is not None and limit > 0 else None,
+                raw_scores=body.use_activation is False,
+                caller=caller,
+            )
+        )
+        for at, score in zip(places, ranking.scores, strict=True):
+            scores[at] = float(str(score))
+        tokens += ranking.report.tokens
+        model = public_id(ranking.report.model, local=caller.local)
+    answer = Scores(
+        id=f"score-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        model=model,
+        data=[Score(index=at, score=score) for at, score in enumerate(scores)],
+        usage=EncodingUsage(prompt_tokens=tokens, total_tokens=tokens),
+    )
+    return answer.model_dump_json().encode()
 
 
 def rerank_request(body: RerankBody | TextsRerankBody, caller: Caller) -> RerankRequest:

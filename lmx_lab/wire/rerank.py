@@ -6,10 +6,11 @@ strings in the results of ``/v1/rerank``, and objects with ``text`` in those of 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -18,11 +19,12 @@ from pydantic import (
     JsonValue,
     Tag,
     WithJsonSchema,
+    model_validator,
 )
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.outputs import RerankMethod
-from lmx_lab.wire.base import WHOLE, Neutral, NonEmpty, RequestModel
+from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, Neutral, NonEmpty, RequestModel
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EncodingUsage, InputTexts
 
 SEA = "How salty is the sea?"
@@ -196,3 +198,74 @@ class TextRank(BaseModel):
     score: float
     text: str | None = None
     """Present only with ``return_text: true``."""
+
+
+# Scores of pairs
+
+# Named types, for the reason given above TokenIds.
+Queries = TypeAliasType("Queries", Annotated[list[Query], FailFast(), Field(min_length=1, max_length=INPUT_LIMIT)])
+ONE_OR_MORE = Discriminator(
+    lambda given: "list[str]" if isinstance(given, list) else "str",
+    custom_error_type="one_or_more",
+    custom_error_message="must be a text or a list of texts",
+)
+
+
+class ScoreBody(RequestModel):
+    """The body of POST /v1/score as vLLM defines it: a query with documents, or pairs of texts."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "default", "text_1": SEA, "text_2": PAIR}]}, populate_by_name=True
+    )
+
+    model: AnyModel = ANY_MODEL
+    first: Annotated[Annotated[Query, Tag("str")] | Annotated[Queries, Tag("list[str]")], ONE_OR_MORE] = Field(
+        validation_alias=AliasChoices("text_1", "queries", "data_1")
+    )
+    """A query, or one for each text of the second list."""
+    second: Annotated[Annotated[str, Tag("str")] | Annotated[InputTexts, Tag("list[str]")], ONE_OR_MORE] = Field(
+        validation_alias=AliasChoices("text_2", "documents", "items", "data_2")
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    """Number of tokens to which the second texts are truncated; -1 means what fits into the model's context. Without
+    it, texts that are too long are refused."""
+    use_activation: bool | None = True
+    """Whether the activation that the model's files name is applied."""
+    user: str | None = None
+    priority: Annotated[Any, Neutral("priorities", (0,))] = None
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if isinstance(self.first, list) and len(self.first) > 1 and len(self.first) != len(self.pairs):
+            raise ValueError(
+                f"text_1 has {len(self.first)} texts, and text_2 {len(self.pairs)}; send one text_1, or as many as "
+                "texts in text_2"
+            )
+        return self
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each text of the second list with its query."""
+        firsts = [self.first] if isinstance(self.first, str) else self.first
+        seconds = [self.second] if isinstance(self.second, str) else self.second
+        return list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=False))
+
+
+class Score(BaseModel):
+    """The relevance of one pair."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Scores(BaseModel):
+    """The answer to a ``ScoreBody``, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    """Unix time, seconds."""
+    model: str
+    data: list[Score]
+    usage: EncodingUsage

@@ -262,3 +262,50 @@ def test_a_chat_model_does_not_rank(tiny_lab):
         error_of(http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS}), 503, "no-model-loaded")
     with pytest.raises(NotLoadedError):
         tiny_lab.rerank(QUERY, DOCUMENTS)
+
+
+# Scores
+
+
+def scores(http, path="/v1/score", **fields):
+    response = http.post(path, json={"model": MODEL, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_pairs_are_scored_as_documents_are(http):
+    answer = scores(http, text_1=QUERY, text_2=DOCUMENTS)
+    ranked = {item["index"]: item["relevance_score"] for item in rerank(http)["results"]}
+    assert answer["data"] == [{"index": at, "object": "score", "score": ranked[at]} for at in range(3)]
+    assert answer["model"] == MODEL
+    assert answer["object"] == "list"
+    assert answer["usage"]["total_tokens"] == rerank(http)["usage"]["total_tokens"]
+    assert scores(http, "/score", queries=[QUERY], documents=DOCUMENTS)["data"] == answer["data"]
+    assert scores(http, text_1=QUERY, text_2=DOCUMENTS[1])["data"] == [{**answer["data"][1], "index": 0}]
+
+
+def test_lists_of_equal_length_are_pairs_in_their_order(http):
+    first = [QUERY, "bread", QUERY]
+    answer = scores(http, text_1=first, text_2=DOCUMENTS)
+    alone = [
+        scores(http, text_1=one, text_2=two)["data"][0]["score"] for one, two in zip(first, DOCUMENTS, strict=True)
+    ]
+    assert [item["score"] for item in answer["data"]] == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"text_1": ["a", "b"], "text_2": ["c"]}, "text_1 has 2 texts, and text_2 1; send one text_1"),
+        ({"text_1": "a"}, "text_2"),
+        ({"text_1": " ", "text_2": "b"}, "is blank"),
+        ({"text_1": "a", "text_2": []}, "text_2"),
+        ({"text_1": "a", "text_2": 5}, "text_2"),
+        ({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"text_1": "a", "text_2": "b", "model": "nope"}, "nope"),
+    ],
+)
+def test_invalid_pairs_are_refused(http, fields, problem):
+    response = http.post("/v1/score", json={"model": MODEL, **fields})
+    assert response.status_code in (400, 404)
+    assert problem in response.json()["error"]["message"]
