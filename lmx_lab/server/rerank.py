@@ -79,7 +79,7 @@ def rerank_routes(service: InferenceService) -> APIRouter:
         )
 
     @router.post("/v1/score", response_model=Scores, responses=INFERENCE_ERRORS)
-    @router.post("/score", response_model=Scores, responses=INFERENCE_ERRORS, include_in_schema=False)
+    @router.post("/score", response_model=Scores, responses=INFERENCE_ERRORS, name="score_unversioned")
     async def score(body: ScoreBody, request: Request) -> Response:
         """Score pairs of texts: a query with each document, or each text with the one at the same place."""
         caller = service.caller_of(request)
