@@ -145,7 +145,7 @@ SUBJECTS = {
     "notebook.results": "the results of methods",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",
-    "server.completions": "the completions format",
+    "server.other_paths": "the paths that clients build",
     "server.pages": "the pages for browsers",
     "server.app": "the application of the server",
     "server.metrics": "a file format: metrics of Prometheus",

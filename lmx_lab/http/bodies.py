@@ -267,7 +267,9 @@ class StrictRoute(APIRoute):
                     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
                         raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body uncompressed")
                     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                    if kind != "application/json":
+                    # Programs such as LiteLLM leave it out. Browsers send one of these headers with every POST request.
+                    is_of_a_page = not {"origin", "sec-fetch-site", "sec-fetch-mode"}.isdisjoint(request.headers)
+                    if kind != "application/json" and (kind or is_of_a_page):
                         raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")
                     value = await read_json(body, self._validate)
                 return await handle(ParsedRequest(request, body, value))

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
@@ -17,7 +18,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from lmx_lab import errors
-from lmx_lab.errors import CallerError, InvalidRequestError, LabError
+from lmx_lab.errors import CallerError, InvalidRequestError, LabError, did_you_mean
 from lmx_lab.http.guard import is_local
 from lmx_lab.wire.base import request_class
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail, invalid_request
@@ -170,7 +171,13 @@ async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
 async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     """Respond to an unknown path, or a method that a route does not support."""
     assert isinstance(exc, HTTPException)
-    message = f"{request.method} {request.url.path}: {exc.detail}; see {request.app.openapi_url} for all routes"
+    similar = ""
+    if exc.status_code == HTTPStatus.NOT_FOUND:
+        paths = [context.path for context in iter_route_contexts(request.app.routes) if context.path]
+        similar = did_you_mean(request.url.path, paths)
+    message = (
+        f"{request.method} {request.url.path}: {exc.detail}{similar}; see {request.app.openapi_url} for all routes"
+    )
     response = respond(request.scope, InvalidRequestError(message), status=exc.status_code)
     response.headers.update(exc.headers or {})
     if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:

@@ -161,7 +161,13 @@ class DescribedAPI(FastAPI):
         **settings: Any,
     ) -> None:
         responses: Responses = {**failures(), NO_422: {}}
-        super().__init__(responses=responses, generate_unique_id_function=operation_id, **settings)
+        super().__init__(
+            responses=responses,
+            generate_unique_id_function=operation_id,
+            # ``http.bodies`` checks it.
+            strict_content_type=False,
+            **settings,
+        )
         self._extra_models: tuple[type, ...] = tuple(dict.fromkeys([ErrorBody, *extra_models]))
         self._sockets = dict(sockets or {})
         self._key = key

@@ -213,6 +213,8 @@ def listing_routes(manager: ModelManager) -> APIRouter:
         card = _card(listed, manager.snapshot, local=local)
         return card.model_copy(update={"id": name, "root": card.id}) if is_alias else card
 
+    # The path of a model would match an empty id.
+    @router.get("/", response_model=ModelCards, include_in_schema=False)
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
         """List the models on this disk in the chat format, and the aliases of models."""

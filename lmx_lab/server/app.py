@@ -29,6 +29,7 @@ from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.ollama import ollama_error, ollama_routes
 from lmx_lab.server.ollama_models import ollama_model_routes
 from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
+from lmx_lab.server.other_paths import OtherPaths
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.recording import Recording, SaveRecord
 from lmx_lab.server.request_log import RequestLog
@@ -133,6 +134,7 @@ def create_server(
     api.include_router(timeline_routes(inference.timelines))
     api.include_router(trace_routes(manager))
     api.include_router(metrics_routes(metrics))
+    api.router.routes.append(OtherPaths(api.routes))
     asgi = wrap_app(
         api,
         policy,

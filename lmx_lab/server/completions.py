@@ -4,22 +4,27 @@ programs.
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Answer, TextPrompt, TokenPrompt
+from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.openapi import event_stream
-from lmx_lab.http.streaming import DONE, data_line
+from lmx_lab.http.openapi import Responses, event_stream
+from lmx_lab.http.streaming import DONE, comment, data_line
 from lmx_lab.server.answers import AnswerRequest, respond
 from lmx_lab.server.chat import ChunkWriter
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
 from lmx_lab.server.translate import (
+    chat_logprobs,
     completion_requests,
     json_text,
     timings,
@@ -27,8 +32,20 @@ from lmx_lab.server.translate import (
     wire_logprob,
 )
 from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
-from lmx_lab.wire.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from lmx_lab.wire.errors import ErrorBody
+from lmx_lab.wire.base import UNLIMITED
+from lmx_lab.wire.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    LlamaCompletion,
+    LlamaRequest,
+    shape_of,
+)
+from lmx_lab.wire.errors import ErrorBody, ErrorDetail
+
+LLAMA = "A completion, a list of them for a list of prompts or, with `stream: true`, events with parts of them"
+"""Description of the response to llama.cpp's requests."""
 
 
 def completion_routes(service: InferenceService) -> APIRouter:
@@ -76,6 +93,33 @@ def completion_routes(service: InferenceService) -> APIRouter:
             read=with_echo if body.echo else aiter,
         )
         return await respond(service, request, wanted)
+
+    async def complete(body: LlamaRequest, request: Request, *, infill: bool) -> Response:
+        converted, ignored = await asyncio.to_thread(body.converted, infill=infill)
+        prompts = completion_requests(converted)
+        shape = {"is_list": shape_of(converted.prompt) in ("list[str]", "list[list]"), "logprobs": bool(body.n_probs)}
+        most, sampling = prompts[0].max_tokens, asdict(prompts[0].sampling)
+        settings = {"n_predict": -1 if most == UNLIMITED else most, "stop": prompts[0].stop, **sampling}
+        wanted = AnswerRequest(
+            prompts=prompts,
+            writer=lambda model, _: LlamaWriter(model, settings, **shape),
+            choices=converted.choices,
+            stream=bool(body.stream),
+            ignored=ignored,
+        )
+        return await respond(service, request, wanted)
+
+    responses: Responses = {200: event_stream(LlamaCompletion, ErrorBody, description=LLAMA), **GENERATION_ERRORS}
+
+    @router.post("/completion", response_model=LlamaCompletion | list[LlamaCompletion], responses=responses)
+    async def completion(body: LlamaRequest, request: Request) -> Response:
+        """Continue plain prompts, in the form of llama.cpp's server."""
+        return await complete(body, request, infill=False)
+
+    @router.post("/infill", response_model=LlamaCompletion, responses=responses)
+    async def infill(body: LlamaRequest, request: Request) -> Response:
+        """Fill the gap between two texts, in the form of llama.cpp's server."""
+        return await complete(body, request, infill=True)
 
     return router
 
@@ -129,6 +173,80 @@ class CompletionWriter(ChunkWriter):
     def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
         fields = f'"text":{json_text(text)},"index":{index},"logprobs":{logprobs},"finish_reason":{reason}'
         return data_line(f"{self._head}{{{fields}}}]{end}}}")
+
+
+class LlamaWriter:
+    """Writes one answer in the form of llama.cpp's ``POST /completion``.
+
+    Args:
+        settings: The parameters of the generation.
+        is_list: Whether the request has a list of prompts; its whole answer is then a list too.
+        logprobs: Whether the request asks for log-probabilities.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, model: str, settings: dict[str, Any], *, is_list: bool, logprobs: bool) -> None:
+        self._model = model
+        self._settings = settings
+        self._is_list = is_list
+        self._logprobs = logprobs
+        self._counts = defaultdict[int, list[int]](lambda: [0, 0])
+        """Numbers of tokens of each choice: those of its prompt, and those that were generated."""
+        self._with_new_line = set[int]()
+        """Choices whose text has a line end."""
+
+    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
+        self._counts[index] = [prompt_tokens, 0]
+        yield from ()
+
+    def delta(self, index: int, delta: Delta) -> Iterator[str]:
+        self._counts[index][1] += delta.tokens
+        if delta.text or delta.ids or delta.logprobs:
+            prompt, predicted = self._counts[index]
+            part = self._part(index, delta, stop=False, tokens_predicted=predicted, tokens_evaluated=prompt)
+            yield data_line(part.model_dump_json(exclude_unset=True))
+
+    def end(self, index: int, report: GenerationReport) -> Iterator[str]:
+        yield data_line(self._last(index, Delta(text="", tokens=0), report).model_dump_json())
+
+    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
+        yield from ()
+
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
+        yield data_line(ErrorBody(error=detail).model_dump_json())
+
+    def keep_alive(self, status: str) -> str:
+        return comment(status)
+
+    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
+        answers = [self._last(at, *part).model_dump_json() for at, part in enumerate(chain.from_iterable(parts))]
+        return f"[{','.join(answers)}]" if self._is_list or len(answers) > 1 else answers[0]
+
+    def _part(self, index: int, delta: Delta, **fields: Any) -> LlamaCompletion:
+        if self._logprobs:
+            shown = [each for each in delta.logprobs if not each.ends]
+            entries = zip(shown, chat_logprobs(shown), strict=True)
+            fields["completion_probabilities"] = [{"id": each.token, **entry} for each, entry in entries]
+        if "\n" in delta.text:
+            self._with_new_line.add(index)
+        return LlamaCompletion(index=index, content=delta.text, tokens=list(delta.ids), id_slot=-1, **fields)
+
+    def _last(self, index: int, delta: Delta, report: GenerationReport) -> LlamaCompletion:
+        word, part = report.stop_sequence, self._part(index, delta, stop=True, tokens_predicted=0, tokens_evaluated=0)
+        fields = dict[str, Any](
+            tokens_predicted=report.output_tokens,
+            tokens_evaluated=report.prompt_tokens,
+            model=self._model,
+            stop_type="word" if word else "limit" if report.finish_reason == "length" else "eos",
+            stopping_word=word or "",
+            tokens_cached=report.prompt_tokens + report.output_tokens,
+            truncated=False,
+            has_new_line=index in self._with_new_line,
+            generation_settings=self._settings,
+            timings=timings([[report]]),
+        )
+        return part.model_copy(update=fields)
 
 
 class LogprobsWriter:

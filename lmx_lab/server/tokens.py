@@ -30,6 +30,7 @@ from lmx_lab.wire.tokens import (
     GenerationSettings,
     Modalities,
     Props,
+    Slot,
     TemplateAnswer,
     TemplateRequest,
     TokenizeAnswer,
@@ -41,7 +42,7 @@ NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
 def token_routes(manager: ModelManager) -> APIRouter:
-    """Return the router of ``/tokenize``, ``/detokenize``, ``/apply-template`` and ``/props``."""
+    """Return the router of ``/tokenize``, ``/detokenize``, ``/apply-template``, ``/slots`` and ``/props``."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     @router.post("/tokenize", response_model=TokenizeAnswer, responses=INFERENCE_ERRORS)
@@ -89,6 +90,13 @@ def token_routes(manager: ModelManager) -> APIRouter:
         rendering = manager.with_model(wanted, lambda model: model.render(wanted))
         text = await while_connected(request, rendering)
         return Response(to_json({"prompt": text}), media_type="application/json")
+
+    @router.get("/slots")
+    async def slots() -> list[Slot]:
+        """Describe the slots of the loaded model: how many exist, and how many compute an answer."""
+        now = manager.snapshot
+        busy = now.active_requests
+        return [Slot(id=at, n_ctx=now.context_length, is_processing=at < busy) for at in range(now.slots or 0)]
 
     @router.get("/props", responses=failures(NotLoadedError))
     async def props(request: Request) -> Props:

@@ -17,8 +17,10 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.outputs import FinishReason
-from lmx_lab.wire.base import NO_LIMIT, WHOLE, Alternatives, Choices
+from lmx_lab.wire.base import NO_LIMIT, WHOLE, Alternatives, Choices, LenientModel
+from lmx_lab.wire.errors import validated
 from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import ITEM_LIMIT
 
@@ -149,3 +151,63 @@ class Completion(AnswerHead):
     usage: Usage | None = None
     timings: Timings | None = None
     """Timings of all choices, as in ``ChatCompletion``, or of the choice that ends with this chunk."""
+
+
+class LlamaRequest(LenientModel):
+    """The body of llama.cpp's ``POST /completion`` and ``/infill``.
+
+    The fields of ``CompletionRequest`` are also valid, and others are ignored.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "The sea is", "n_predict": 16}]})
+
+    prompt: Prompt = ""
+    """As in ``CompletionRequest``; for ``/infill`` the beginning of the text in the gap."""
+    stream: bool | None = False
+    n_probs: Alternatives | None = None
+    """Number of alternatives to return for each token; 0 returns no log-probabilities."""
+    input_prefix: str = ""
+    """The text before the gap, for ``/infill``."""
+    input_suffix: str = ""
+    """The text after the gap, for ``/infill``."""
+
+    def converted(self, *, infill: bool) -> tuple[CompletionRequest, list[str]]:
+        """Return the request in the completions format, and the names of the fields that have no effect.
+
+        Raises:
+            InvalidRequestError: a field is not valid.
+        """
+        given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        known = {name: value for name, value in given.items() if name in CompletionRequest.model_fields}
+        # llama.cpp's defaults.
+        defaults = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
+        if infill and not isinstance(self.prompt, str):
+            raise InvalidRequestError("prompt must be a text, with which the text in the gap begins", param="prompt")
+        gap = {"prompt": f"{self.input_prefix}{self.prompt}", "suffix": self.input_suffix}
+        own = {"stream": self.stream, "logprobs": self.n_probs or None, **(gap if infill else {"prompt": self.prompt})}
+        if not {"max_tokens", "max_completion_tokens", "n_predict"} & known.keys():
+            defaults["n_predict"] = -1
+        body = validated(CompletionRequest, {**defaults, **known, **own})
+        return body, [*(name for name in given if name not in known), *body.ignored()]
+
+
+class LlamaCompletion(BaseModel):
+    """The answer of ``POST /completion`` to one prompt or, with only the first fields, a ``data:`` line of a stream."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool
+    """Whether this is the whole answer, or the last line of its stream."""
+    id_slot: int = -1
+    tokens_predicted: int
+    tokens_evaluated: int
+    completion_probabilities: list[dict[str, Any]] | None = Field(None, exclude_if=lambda value: value is None)
+    model: str | None = None
+    stop_type: Literal["eos", "limit", "word"] | None = None
+    stopping_word: str | None = None
+    tokens_cached: int | None = None
+    truncated: bool | None = None
+    has_new_line: bool | None = None
+    generation_settings: dict[str, Any] | None = None
+    timings: Timings | None = None

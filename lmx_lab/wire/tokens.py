@@ -137,6 +137,16 @@ class Modalities(BaseModel):
     audio: Literal[False] = False
 
 
+class Slot(BaseModel):
+    """An item of the answer of GET /slots."""
+
+    id: int
+    n_ctx: int | None
+    """Maximum number of tokens of a request, prompt and answer."""
+    is_processing: bool
+    """Slots have no identity on this server, so those with the lowest ids compute the running answers."""
+
+
 class Props(BaseModel):
     """The answer of GET /props: the loaded model."""
 

@@ -177,11 +177,6 @@ def test_a_body_with_too_many_values_is_413_and_the_limit_is_named(http, content
         assert limit in error_of(http.post(path, content=content, headers=JSON), 413, "body-too-large")["message"]
 
 
-@pytest.mark.parametrize("path", [f"{PATH}/", "/v1/completions/"])
-def test_a_path_has_no_slash_at_its_end(http, path):
-    error_of(http.post(path, json=echo_body()), 404, "invalid-request")
-
-
 @pytest.mark.parametrize("path", ["/nothing", PATH])
 def test_an_invalid_chunked_body_is_answered_once(lab, caplog, path):
     """Also on a path that the application answers without reading the body."""

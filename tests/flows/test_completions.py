@@ -251,3 +251,47 @@ def test_chat_logprobs_leave_out_the_token_that_ends_the_text(tiny_http):
     answer = tiny_http.post("/v1/chat/completions", json=fields).json()
     assert answer["choices"][0]["logprobs"]["content"] == []
     assert answer["usage"]["completion_tokens"] == 1
+
+
+# In the form of llama.cpp's server
+
+
+def test_the_answer_of_llama_cpp_has_its_members(http):
+    fields = {"prompt": "hello sea", "n_predict": 2, "n_probs": 1, "seed": 7}
+    answer = http.post("/completion", json=fields).json()
+    assert (answer["content"], answer["stop_type"], answer["tokens_predicted"]) == ("hello", "limit", 2)
+    assert (answer["truncated"], answer["has_new_line"], answer["stopping_word"]) == (False, False, "")
+    settings = answer["generation_settings"]
+    assert (settings["n_predict"], settings["seed"], settings["temperature"]) == (2, 7, 0.8)
+    assert answer["timings"]["predicted_n"] == 2
+    entries = answer["completion_probabilities"]
+    assert [entry["id"] for entry in entries] == answer["tokens"]
+    assert [entry["top_logprobs"][0]["token"] for entry in entries] == ["hel", "lo"]
+
+
+def test_llama_cpp_answers_several_prompts_with_a_list(http):
+    prompts = ["one", "two\n"]
+    answers = http.post("/completion", json={"prompt": prompts}).json()
+    assert [(each["index"], each["content"], each["has_new_line"]) for each in answers] == [
+        (0, "one", False),
+        (1, "two\n", True),
+    ]
+    assert {each["generation_settings"]["n_predict"] for each in answers} == {-1}
+    streamed = http.post("/completion", json={"prompt": prompts, "stream": True}).text
+    parts = [json.loads(each) for each in events(streamed)]
+    for index, prompt in enumerate(prompts):
+        assert "".join(part["content"] for part in parts if part["index"] == index) == prompt
+
+
+def test_infill_fills_the_gap_between_two_texts(http):
+    fields = {"input_prefix": "def f(", "input_suffix": "): pass", "prompt": "x", "n_predict": 8}
+    gap = http.post("/v1/completions", json={"prompt": "def f(x", "suffix": "): pass", "max_tokens": 8})
+    assert http.post("/infill", json=fields).json()["content"] == gap.json()["choices"][0]["text"]
+    for wrong in ({"n_predict": "many"}, {"prompt": [1, 2]}):
+        error_of(http.post("/infill", json={**fields, **wrong}), 400, "invalid-request")
+
+
+def test_the_slots_are_listed(http):
+    assert http.get("/slots").json() == [
+        {"id": at, "n_ctx": 32768, "is_processing": False} for at in range(http.get("/props").json()["total_slots"])
+    ]

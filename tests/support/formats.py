@@ -331,6 +331,45 @@ class Completions(Chat):
         )
 
 
+class LlamaCompletion(Format):
+    """``/completion`` of llama.cpp's server: the last message is the prompt, without a chat template."""
+
+    name, path, end = "llama.cpp completion", "/completion", '"stop":true'
+    can = frozenset({"stop", "http"})
+    varying = frozenset({"timings", "tokens_cached"})
+    FINISH: ClassVar = {"eos": "stop", "word": "stop", "limit": "length"}
+
+    def body(self, request: Request, *, stream: bool) -> dict[str, Any]:
+        fields = given(model=request.model, stop=[request.stop] if request.stop else None, n_predict=request.max_tokens)
+        prompt = request.messages[-1]["content"]
+        return {"prompt": prompt, "temperature": 0, "stream": stream, **fields, **request.extra}
+
+    def frames(self, text: str) -> list[Any]:
+        return [json.loads(each) for each in events(text)]
+
+    def keeps_alive(self, text: str) -> bool:
+        return any(line.startswith(": ") for line in text.split("\n"))
+
+    def assemble(self, frames: Sequence[Any]) -> Any:
+        assert [frame["stop"] for frame in frames] == [False] * (len(frames) - 1) + [True]
+        assert {frame["tokens_evaluated"] for frame in frames} == {frames[-1]["tokens_evaluated"]}
+        tokens = [token for frame in frames for token in frame["tokens"]]
+        return frames[-1] | {"content": self.partial_text(frames), "tokens": tokens}
+
+    def partial_text(self, frames: Sequence[Any]) -> str:
+        return "".join(frame["content"] for frame in frames)
+
+    def answer(self, body: Any) -> Answer:
+        assert (body["index"], body["stop"], len(body["tokens"])) == (0, True, body["tokens_predicted"])
+        assert body["stopping_word"] == (STOP if body["stop_type"] == "word" else "")
+        return Answer(
+            text=body["content"],
+            finish=self.FINISH[body["stop_type"]],
+            prompt_tokens=body["tokens_evaluated"],
+            output_tokens=body["tokens_predicted"],
+        )
+
+
 class Messages(Format):
     """Anthropic's Messages format."""
 
@@ -731,6 +770,7 @@ class Socket(Chat):
 FORMATS: tuple[Format, ...] = (
     Chat(),
     Completions(),
+    LlamaCompletion(),
     Messages(),
     Responses(),
     OllamaChat(),

@@ -8,8 +8,8 @@ from websockets.sync.client import connect
 from tests.support.formats import CLOCK, FORMATS, Request, Socket, each_format
 from tests.support.labs import serving
 
-OTHER_STREAMS = {"/api/pull": "the progress of a download"}
-"""Routes with streams that are not answers of a model."""
+OTHER_STREAMS = {"/api/pull": "the progress of a download", "/infill": "the streams of /completion"}
+"""Routes with streams that are not answers of a model, or are those of another route."""
 
 
 def test_each_route_that_streams_answers_has_an_adapter(http):
@@ -62,6 +62,7 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 IGNORED = {
     "chat": (HINTS, "user, cache_prompt"),
     "completions": (HINTS, "user, cache_prompt"),
+    "llama.cpp completion": ({"cache_prompt": True, "samplers": ["top_k"]}, "samplers, cache_prompt"),
     "messages": (
         {
             "metadata": {"user_id": "u"},

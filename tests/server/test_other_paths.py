@@ -1,0 +1,83 @@
+"""Requests at other paths than those of the routes, and without a Content-Type, as many clients send them."""
+
+import json
+
+import httpx2
+import pytest
+from websockets.sync.client import connect
+
+from lmx_lab.server.other_paths import similar_paths
+from tests.support.asking import echo_body
+from tests.support.labs import serving
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def http(lab):
+    with httpx2.Client(base_url=lab.url) as http:
+        yield http
+
+
+CHAT = ["/chat/completions", "/openai/v1/chat/completions", "/openai/chat/completions", "/v1/v1/chat/completions"]
+CHAT += ["/v1/chat/completions/", "//v1//chat/completions", "/api/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", CHAT)
+def test_a_chat_is_answered_at_other_paths(http, path):
+    assert http.post(path, json=echo_body()).json()["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("path", ["/models", "/v1/models/", "/v1/v1/models", "/openai/v1/models", "/models/"])
+def test_models_are_listed_at_other_paths(http, path):
+    assert http.get(path).json() == http.get("/v1/models").json()
+
+
+@pytest.mark.parametrize("path", ["/v1/api/tags", "/api/tags/", "/v1/health", "/v1/props", "//healthz"])
+def test_other_routes_are_found_too(http, path):
+    assert http.get(path).status_code == 200
+
+
+def test_an_error_has_the_form_of_the_route_that_answers(http):
+    assert http.post("/messages", json={"max_tokens": 0}).json()["type"] == "error"
+    assert http.get("/chat/completions").headers["allow"] == "POST"
+
+
+def test_a_websocket_is_found_at_another_path(lab):
+    with connect(f"{lab.url.replace('http', 'ws')}/chat/stream/") as socket:
+        socket.send(json.dumps(echo_body()))
+        assert "token" in json.loads(socket.recv())
+
+
+@pytest.mark.parametrize(
+    ("path", "suggestion"),
+    [
+        ("/v1/chat/completion", "; did you mean '/v1/chat/completions'?"),
+        ("/v1/modles", "; did you mean '/v1/models'?"),
+        ("/v1", ""),
+        ("/v1/", ""),
+    ],
+)
+def test_an_unknown_path_is_404_with_a_similar_one(http, path, suggestion):
+    response = http.get(path)
+    assert response.status_code == 404
+    assert f"Not Found{suggestion}; see /openapi.json" in response.json()["error"]["message"]
+
+
+def test_a_long_path_has_few_similar_ones():
+    assert list(similar_paths("/v1//x/")) == ["/v1/x", "/v1/v1/x", "/x", "/v1/x"]
+    assert len(list(similar_paths("/v1" * 20_000))) == 5
+
+
+def test_programs_may_leave_out_the_content_type_and_pages_may_not(http):
+    content = json.dumps(echo_body()).encode()
+    request = http.build_request("POST", "/api/chat", content=content)
+    assert "content-type" not in request.headers
+    assert http.send(request).status_code == 200
+    refused = http.post("/api/chat", content=content, headers={"origin": str(http.base_url).rstrip("/")})
+    assert refused.status_code == 400
+    assert "Content-Type is missing" in refused.json()["error"]
