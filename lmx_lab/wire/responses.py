@@ -30,6 +30,7 @@ from lmx_lab.wire.base import (
     LenientModel,
     Neutral,
     NonEmpty,
+    Penalty,
     Probability,
     Temperature,
 )
@@ -39,6 +40,8 @@ from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_ar
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that requests log-probabilities."""
+WITHOUT_EFFECT = ("max_tool_calls", "safety_identifier", "prompt_cache_key", "user")
+"""Fields of requests that are only returned with the response."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """Values of ``reasoning.effort`` that the chat format has."""
 
@@ -309,6 +312,8 @@ class ResponsesRequest(LenientModel):
     max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     top_logprobs: Alternatives | None = None
     text: ResponseTextSettings | None = None
     reasoning: ReasoningSettings | None = None
@@ -320,6 +325,13 @@ class ResponsesRequest(LenientModel):
     stream: bool | None = None
     metadata: ResponseMetadata | None = None
     """Returned with the response."""
+
+    # Fields that have no effect here, and are returned with the response.
+    max_tool_calls: Annotated[int, Field(ge=1), WHOLE] | None = None
+    """Limits the calls of tools that run on the server, of which there are none."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
 
     # Fields that are not supported; only values without effect are valid.
     conversation: Annotated[Any, Neutral("conversations (send previous_response_id, or the whole input)")] = None
@@ -342,6 +354,7 @@ class ResponsesRequest(LenientModel):
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
+        yield from (name for name in WITHOUT_EFFECT if getattr(self, name) is not None)
         yield from self.unknown
         for tool in self.tools or ():
             if isinstance(tool, HostedTool):
