@@ -124,6 +124,13 @@ class ReasoningItem(LenientModel):
     """The reasoning itself; if it is present, the summary is not read."""
 
 
+class CompactionItem(LenientModel):
+    """The summary of an earlier conversation, from an answer of POST /v1/responses/compact."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
 class OtherItem(LenientModel):
     """An item of any other type. Which of them are ignored, and which are refused, depends on the type."""
 
@@ -137,6 +144,7 @@ ITEM_TAGS = {
     "function_call_output": "output",
     "custom_tool_call_output": "output",
     "reasoning": "reasoning",
+    "compaction": "compaction",
 }
 
 
@@ -152,6 +160,7 @@ InputItem = Annotated[
     | Annotated[CustomCallItem, Tag("dict[custom_tool_call]")]
     | Annotated[CallOutputItem, Tag("dict[output]")]
     | Annotated[ReasoningItem, Tag("dict[reasoning]")]
+    | Annotated[CompactionItem, Tag("dict[compaction]")]
     | Annotated[OtherItem, Tag("dict[other]")],
     Discriminator(_item_tag),
 ]
@@ -370,6 +379,22 @@ class ResponsesRequest(LenientModel):
         yield from (f"include.{name}" for name in self.include or () if name != LOGPROBS)
 
 
+class CompactRequest(LenientModel):
+    """The body of POST /v1/responses/compact."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "default", "input": [{"role": "user", "content": "Say hello."}]}]}
+    )
+
+    model: NonEmpty
+    input: str | InputItems | None = None
+    instructions: str | None = None
+    previous_response_id: NonEmpty | None = None
+    """Id of a stored response, whose conversation is before the input."""
+    prompt_cache_key: str | None = None
+    """Has no effect."""
+
+
 # Answers
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -427,6 +452,19 @@ class ModelResponse(BaseModel):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     usage: ResponseUsage | None = None
+
+
+class CompactedResponse(BaseModel):
+    """The answer of POST /v1/responses/compact: items that replace the conversation in later requests."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    """Unix time, seconds."""
+    output: list[dict[str, Any]]
+    """The messages of the user, and an item ``compaction`` with a summary."""
+    usage: ResponseUsage
+    """Number of tokens of the summary and its prompt."""
 
 
 class ResponseEvent(BaseModel):

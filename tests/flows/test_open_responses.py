@@ -115,3 +115,76 @@ def test_penalties_reach_the_engine():
     body = ResponsesRequest.model_validate({"input": "a", "presence_penalty": 0.5, "frequency_penalty": -0.25})
     sampling = generation_request(convert_request(body, input_items(body)).chat).sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
+
+
+# Compaction
+
+TALK = [
+    message("user", "We launch on Tuesday."),
+    message("assistant", "Understood."),
+    {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+    {"role": "user", "content": [{"type": "input_text", "text": "And tell support first."}]},
+]
+
+
+def compact(http, **fields):
+    return http.post(f"{PATH}/compact", json={"model": "echo", **fields})
+
+
+def test_a_compaction_keeps_the_messages_of_the_user_and_summarizes_the_rest(http):
+    answer = compact(http, input=TALK, instructions="Be brief.", prompt_cache_key="key").json()
+    assert answer.keys() == {"id", "object", "created_at", "output", "usage"}
+    assert (answer["object"], answer["usage"]["total_tokens"] > 0) == ("response.compaction", True)
+    *kept, summary = answer["output"]
+    assert [(item["type"], item["role"], item["status"], item["content"]) for item in kept] == [
+        ("message", "user", "completed", [{"type": "input_text", "text": text}])
+        for text in ("We launch on Tuesday.", "And tell support first.")
+    ]
+    assert len({item["id"] for item in answer["output"]}) == 3
+    assert (summary["type"], summary["id"][:4]) == ("compaction", "cmp_")
+    # The echo engine repeats the last message, which ends with the request for a summary.
+    body = ResponsesRequest.model_validate({"input": [*answer["output"], message("user", "Go on.")]})
+    (merged,) = convert_request(body, input_items(body)).chat.messages
+    texts = str(merged.content).split("\n\n")
+    assert texts[:3] == ["We launch on Tuesday.", "And tell support first.", "Summary of the conversation so far:"]
+    assert texts[-2].startswith("Summarize this conversation")
+    assert texts[-1] == "Go on."
+    again = http.post(PATH, json={"model": "echo", "input": [*answer["output"], message("user", "Go on.")]}).json()
+    assert again["output"][0]["content"][0]["text"].endswith("Go on.")
+
+
+def test_a_stored_conversation_is_compacted(http):
+    first = http.post(PATH, json={"model": "echo", "input": "We launch on Tuesday."}).json()
+    answer = compact(http, previous_response_id=first["id"]).json()
+    assert [item["type"] for item in answer["output"]] == ["message", "compaction"]
+    assert answer["output"][0]["content"][0]["text"] == "We launch on Tuesday."
+
+
+def test_a_summary_of_another_server_is_shown_as_unreadable():
+    for content in ("gAAAAABpM0Yj-...=", "aGVsbG8="):
+        items = [{"type": "compaction", "encrypted_content": content}, message("user", "Go on.")]
+        body = ResponsesRequest.model_validate({"input": items})
+        (merged,) = convert_request(body, input_items(body)).chat.messages
+        assert str(merged.content) == "[summary of an earlier conversation, not readable on this server]\n\nGo on."
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": None, "input": TALK}, 400, "model"),
+        ({}, 400, "input"),
+        ({"input": []}, 400, "input"),
+        ({"input": [TALK[3]]}, 400, "input.0.call_id"),
+        ({"previous_response_id": "resp_gone"}, 400, "previous_response_id"),
+        ({"input": TALK, "model": "gpt-x"}, 404, "model"),
+    ],
+)
+def test_errors_of_a_compaction_name_the_field(http, fields, status, param):
+    answer = compact(http, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_the_model_of_a_compaction_is_required(http):
+    answer = http.post(f"{PATH}/compact", json={"input": TALK})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")

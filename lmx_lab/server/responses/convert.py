@@ -6,6 +6,7 @@ The name of a tool in a namespace becomes a part of the function's name.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pydantic_core import from_json
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.formats import NAME_CHARACTERS
@@ -22,6 +24,8 @@ from lmx_lab.wire.responses import (
     EFFORTS,
     WITHOUT_EFFECT,
     CallOutputItem,
+    CompactionItem,
+    CompactRequest,
     Contents,
     CustomCallItem,
     CustomTool,
@@ -69,6 +73,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "json_schema": {"description": None, "strict": False},
 }
 """Fields that tools and formats in a response always have, by type."""
+SUMMARY = "Summary of the conversation so far:\n\n"
+"""Beginning of the text of a compaction."""
 INPUT = "input"
 """Name of the argument of a custom tool."""
 
@@ -84,9 +90,9 @@ class ConvertedRequest:
     input of the call."""
 
 
-def input_items(body: ResponsesRequest) -> list[InputItem]:
+def input_items(body: ResponsesRequest | CompactRequest) -> list[InputItem]:
     """Return the input of a request as items."""
-    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input or []
 
 
 def shared_fields(body: ResponsesRequest) -> dict[str, Any]:
@@ -238,6 +244,8 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem]) -> None:
                         param=f"{place}.call_id",
                     )
                 history.add_result(item.call_id, JOINED.join(_texts(item.output, f"{place}.output")))
+            case CompactionItem():
+                history.add("user", [read_summary(item.encrypted_content)])
             case OtherItem() if item.type == "item_reference":
                 raise InvalidRequestError(
                     f"{place}: references to items are not supported; send the item itself, or previous_response_id",
@@ -249,6 +257,22 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem]) -> None:
                     "reasoning, function_call, custom_tool_call or their outputs",
                     param=place,
                 )
+
+
+def compaction(summary: str) -> dict[str, Any]:
+    """Return the item with a summary. It is encoded, because clients return the text as it is."""
+    content = base64.b64encode(f"{SUMMARY}{summary}".encode()).decode()
+    return {"id": new_id("cmp"), "type": "compaction", "encrypted_content": content}
+
+
+def read_summary(content: str) -> str:
+    """Return the summary of an item, as the model reads it."""
+    try:
+        text = base64.b64decode(content, validate=True).decode()
+    except ValueError:
+        text = ""
+    # Other servers encrypt their summaries.
+    return text if text.startswith(SUMMARY) else "[summary of an earlier conversation, not readable on this server]"
 
 
 def _texts(content: str | Contents, place: str) -> list[str]:
