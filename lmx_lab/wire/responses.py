@@ -30,6 +30,7 @@ from lmx_lab.wire.base import (
     LenientModel,
     Neutral,
     NonEmpty,
+    Penalty,
     Probability,
     Temperature,
 )
@@ -39,6 +40,8 @@ from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_ar
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that requests log-probabilities."""
+WITHOUT_EFFECT = ("max_tool_calls", "safety_identifier", "prompt_cache_key", "user")
+"""Fields of requests that are only returned with the response."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """Values of ``reasoning.effort`` that the chat format has."""
 
@@ -121,6 +124,13 @@ class ReasoningItem(LenientModel):
     """The reasoning itself; if it is present, the summary is not read."""
 
 
+class CompactionItem(LenientModel):
+    """The summary of an earlier conversation, from an answer of POST /v1/responses/compact."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
 class OtherItem(LenientModel):
     """An item of any other type. Which of them are ignored, and which are refused, depends on the type."""
 
@@ -134,6 +144,7 @@ ITEM_TAGS = {
     "function_call_output": "output",
     "custom_tool_call_output": "output",
     "reasoning": "reasoning",
+    "compaction": "compaction",
 }
 
 
@@ -149,6 +160,7 @@ InputItem = Annotated[
     | Annotated[CustomCallItem, Tag("dict[custom_tool_call]")]
     | Annotated[CallOutputItem, Tag("dict[output]")]
     | Annotated[ReasoningItem, Tag("dict[reasoning]")]
+    | Annotated[CompactionItem, Tag("dict[compaction]")]
     | Annotated[OtherItem, Tag("dict[other]")],
     Discriminator(_item_tag),
 ]
@@ -309,6 +321,8 @@ class ResponsesRequest(LenientModel):
     max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     top_logprobs: Alternatives | None = None
     text: ResponseTextSettings | None = None
     reasoning: ReasoningSettings | None = None
@@ -320,6 +334,13 @@ class ResponsesRequest(LenientModel):
     stream: bool | None = None
     metadata: ResponseMetadata | None = None
     """Returned with the response."""
+
+    # Fields that have no effect here, and are returned with the response.
+    max_tool_calls: Annotated[int, Field(ge=1), WHOLE] | None = None
+    """Limits the calls of tools that run on the server, of which there are none."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
 
     # Fields that are not supported; only values without effect are valid.
     conversation: Annotated[Any, Neutral("conversations (send previous_response_id, or the whole input)")] = None
@@ -342,6 +363,7 @@ class ResponsesRequest(LenientModel):
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
+        yield from (name for name in WITHOUT_EFFECT if getattr(self, name) is not None)
         yield from self.unknown
         for tool in self.tools or ():
             if isinstance(tool, HostedTool):
@@ -355,6 +377,22 @@ class ResponsesRequest(LenientModel):
         if self.text is not None:
             yield from (f"text.{name}" for name in self.text.unknown)
         yield from (f"include.{name}" for name in self.include or () if name != LOGPROBS)
+
+
+class CompactRequest(LenientModel):
+    """The body of POST /v1/responses/compact."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "default", "input": [{"role": "user", "content": "Say hello."}]}]}
+    )
+
+    model: NonEmpty
+    input: str | InputItems | None = None
+    instructions: str | None = None
+    previous_response_id: NonEmpty | None = None
+    """Id of a stored response, whose conversation is before the input."""
+    prompt_cache_key: str | None = None
+    """Has no effect."""
 
 
 # Answers
@@ -414,6 +452,19 @@ class ModelResponse(BaseModel):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     usage: ResponseUsage | None = None
+
+
+class CompactedResponse(BaseModel):
+    """The answer of POST /v1/responses/compact: items that replace the conversation in later requests."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    """Unix time, seconds."""
+    output: list[dict[str, Any]]
+    """The messages of the user, and an item ``compaction`` with a summary."""
+    usage: ResponseUsage
+    """Number of tokens of the summary and its prompt."""
 
 
 class ResponseEvent(BaseModel):

@@ -6,8 +6,9 @@ The name of a tool in a namespace becomes a part of the function's name.
 
 from __future__ import annotations
 
+import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,12 +16,16 @@ from pydantic_core import from_json
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.formats import NAME_CHARACTERS
 from lmx_lab.wire.responses import (
     EFFORTS,
+    WITHOUT_EFFECT,
     CallOutputItem,
+    CompactionItem,
+    CompactRequest,
     Contents,
     CustomCallItem,
     CustomTool,
@@ -63,6 +68,13 @@ NAMES = FieldNames(
     }
 )
 """Fields of the Responses format, by the chat format's fields that errors name."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "function": {"description": None, "parameters": None, "strict": None},
+    "json_schema": {"description": None, "strict": False},
+}
+"""Fields that tools and formats in a response always have, by type."""
+SUMMARY = "Summary of the conversation so far:\n\n"
+"""Beginning of the text of a compaction."""
 INPUT = "input"
 """Name of the argument of a custom tool."""
 
@@ -78,9 +90,9 @@ class ConvertedRequest:
     input of the call."""
 
 
-def input_items(body: ResponsesRequest) -> list[InputItem]:
+def input_items(body: ResponsesRequest | CompactRequest) -> list[InputItem]:
     """Return the input of a request as items."""
-    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input or []
 
 
 def shared_fields(body: ResponsesRequest) -> dict[str, Any]:
@@ -89,14 +101,20 @@ def shared_fields(body: ResponsesRequest) -> dict[str, Any]:
         mode="json",
         by_alias=True,
         exclude_unset=True,
-        include={"instructions", "metadata", "tools", "tool_choice", "text", "reasoning", "prompt_cache_key"},
+        include={"instructions", "metadata", "tools", "tool_choice", "text", "reasoning"},
     )
+    text, choice = given.get("text") or {}, given.get("tool_choice") or "auto"
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        choice = {"mode": "auto", **choice}
     return {
         "background": bool(body.background),
+        "frequency_penalty": body.frequency_penalty or 0.0,
         "instructions": None,
         "max_output_tokens": body.max_output_tokens,
+        **{name: getattr(body, name) for name in WITHOUT_EFFECT},
         "metadata": {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
         "previous_response_id": body.previous_response_id,
         "service_tier": "default",
         "store": body.store is not False,
@@ -105,11 +123,15 @@ def shared_fields(body: ResponsesRequest) -> dict[str, Any]:
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         **{name: value for name, value in given.items() if value is not None},
-        "text": {"format": {"type": "text"}} | (given.get("text") or {}),
-        "tools": given.get("tools") or [],
-        "tool_choice": given.get("tool_choice") or "auto",
+        "text": {**text, "format": _with_defaults(text.get("format") or {"type": "text"})},
+        "tools": [_with_defaults(tool) for tool in given.get("tools") or []],
+        "tool_choice": choice,
         "reasoning": {"effort": None, "summary": None} | (given.get("reasoning") or {}),
     }
+
+
+def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    return {**DEFAULTS.get(given["type"], {}), **given}
 
 
 def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ConvertedRequest:
@@ -159,6 +181,8 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> Conve
         # The format's own default of the temperature is 1.
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
         # Agents do not set it, and end a session whose answer is cut off; the memory for an answer of this length is
         # reserved.
         "max_tokens": body.max_output_tokens or 16_384,
@@ -220,6 +244,8 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem]) -> None:
                         param=f"{place}.call_id",
                     )
                 history.add_result(item.call_id, JOINED.join(_texts(item.output, f"{place}.output")))
+            case CompactionItem():
+                history.add("user", [read_summary(item.encrypted_content)])
             case OtherItem() if item.type == "item_reference":
                 raise InvalidRequestError(
                     f"{place}: references to items are not supported; send the item itself, or previous_response_id",
@@ -231,6 +257,22 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem]) -> None:
                     "reasoning, function_call, custom_tool_call or their outputs",
                     param=place,
                 )
+
+
+def compaction(summary: str) -> dict[str, Any]:
+    """Return the item with a summary. It is encoded, because clients return the text as it is."""
+    content = base64.b64encode(f"{SUMMARY}{summary}".encode()).decode()
+    return {"id": new_id("cmp"), "type": "compaction", "encrypted_content": content}
+
+
+def read_summary(content: str) -> str:
+    """Return the summary of an item, as the model reads it."""
+    try:
+        text = base64.b64decode(content, validate=True).decode()
+    except ValueError:
+        text = ""
+    # Other servers encrypt their summaries.
+    return text if text.startswith(SUMMARY) else "[summary of an earlier conversation, not readable on this server]"
 
 
 def _texts(content: str | Contents, place: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -27,11 +27,15 @@ from lmx_lab.server.answers import AnswerRequest, Choices, answer_headers, respo
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.responses.convert import NAMES, ConvertedRequest, convert_request, input_items, shared_fields
-from lmx_lab.server.responses.writer import PREFIXES, ResponseWriter
+from lmx_lab.server.responses.writer import PREFIXES, CompactionWriter, ResponseWriter
 from lmx_lab.server.translate import generation_request
+from lmx_lab.wire.base import new_id
 from lmx_lab.wire.responses import (
     STORED_ITEMS,
+    CompactedResponse,
+    CompactRequest,
     DeletedResponse,
+    MessageItem,
     ModelResponse,
     ResponseEvent,
     ResponseItems,
@@ -39,6 +43,13 @@ from lmx_lab.wire.responses import (
     ResponseStatus,
 )
 
+SUMMARY_TOKENS = 2048
+"""Maximum number of tokens of a summary."""
+SUMMARIZE = (
+    "Summarize this conversation for a model that will continue it and sees only your summary and the messages of the "
+    "user. Include decisions, facts, names, results of tools, and what remains to be done. Send only the summary."
+)
+"""The last message of the prompt for a summary."""
 NotStreamed = Annotated[bool, WithJsonSchema({"const": False, "description": "Not supported: streams"})]
 _ID = {"response_id": "$response.body#/id"}
 LINKS = {
@@ -83,6 +94,15 @@ def responses_routes(service: InferenceService) -> APIRouter:
         """Answer a conversation in the Responses format: completely, with `stream: true` as named events, or with
         `background: true` immediately, before the answer is generated."""
         return await _respond(service, store, body, request)
+
+    @router.post("/compact", response_model=CompactedResponse, responses=INFERENCE_ERRORS)
+    async def compact_response(body: CompactRequest, request: Request) -> Response:
+        """Summarize a conversation with the model. The items of the answer replace the conversation in later requests,
+        which are then shorter."""
+        previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
+        with NAMES.in_errors():
+            wanted = await asyncio.to_thread(_prepare_compaction, body, previous)
+        return await respond(service, request, wanted)
 
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
     async def get_response(response_id: str, stream: NotStreamed = False) -> Response:
@@ -131,19 +151,45 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
     Raises:
         InvalidRequestError: see ``convert_request``.
     """
-    items = input_items(body)
-    if previous is not None:
-        output = json.loads(previous.body)["output"]
-        items = [
-            *STORED_ITEMS.validate_json(previous.conversation),
-            *STORED_ITEMS.validate_python(output),
-            *items,
-        ]
+    items = _conversation(body, previous)
     is_stored = body.store is not False
     return _Prepared(
         request=convert_request(body, items),
         shared=shared_fields(body),
         conversation=STORED_ITEMS.dump_json(items, exclude_unset=True) if is_stored else None,
+    )
+
+
+def _conversation(body: ResponsesRequest | CompactRequest, previous: StoredResponse | None) -> list[Any]:
+    """Return all items: those of the previous response and before it, and the input."""
+    if previous is None:
+        return input_items(body)
+    output = STORED_ITEMS.validate_python(json.loads(previous.body)["output"])
+    return [*STORED_ITEMS.validate_json(previous.conversation), *output, *input_items(body)]
+
+
+def _prepare_compaction(body: CompactRequest, previous: StoredResponse | None) -> AnswerRequest:
+    """Convert a request for a summary.
+
+    Raises:
+        InvalidRequestError: see ``convert_request``.
+    """
+    items = _conversation(body, previous)
+    if not items:
+        raise InvalidRequestError(
+            "input: has no message to summarize; send the conversation, or previous_response_id", param="input"
+        )
+    task = MessageItem(role="user", content=SUMMARIZE)
+    options = {"temperature": 0, "max_output_tokens": SUMMARY_TOKENS, "reasoning": {"effort": "none"}}
+    fields = {"model": body.model, "instructions": body.instructions, "input": [], **options}
+    request = convert_request(ResponsesRequest.model_validate(fields), [*items, task])
+    kept = [item for item in items if isinstance(item, MessageItem) and item.role == "user"]
+    shown = shown_items(json.loads(STORED_ITEMS.dump_json(kept, exclude_unset=True)), new_id("cmp"))
+    return AnswerRequest(
+        prompts=[generation_request(request.chat)],
+        writer=lambda model, _: CompactionWriter(request, model=model, kept=shown),
+        ignored=body.unknown,
+        names=NAMES,
     )
 
 
@@ -213,19 +259,7 @@ def _page(response: StoredResponse, limit: int, order: Literal["asc", "desc"], a
     Raises:
         InvalidRequestError: there is no item with the id ``after``.
     """
-    items = []
-    for number, item in enumerate(json.loads(response.conversation)):
-        # Each has an id and, if it is a message, its content as a list.
-        kind = item.get("type", "message")
-        shown = {"type": kind, **item}
-        if not isinstance(item.get("id"), str):
-            shown["id"] = f"{PREFIXES.get(kind, 'item')}_{response.id.removeprefix('resp_')}_{number}"
-        if kind == "message":
-            part = "output_text" if item["role"] == "assistant" else "input_text"
-            if isinstance(item["content"], str):
-                shown["content"] = [{"type": part, "text": item["content"]}]
-            shown.setdefault("status", "completed")
-        items.append(shown)
+    items = shown_items(json.loads(response.conversation), response.id)
     if order == "desc":
         items.reverse()
     start = 0
@@ -243,6 +277,23 @@ def _page(response: StoredResponse, limit: int, order: Literal["asc", "desc"], a
         last_id=page[-1]["id"] if page else None,
         has_more=start + limit < len(items),
     )
+
+
+def shown_items(items: Sequence[Mapping[str, Any]], response_id: str) -> list[dict[str, Any]]:
+    """Return items as an answer contains them: each has an id and, if it is a message, its content as a list."""
+    found = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        shown = {"type": kind, **item}
+        if not isinstance(item.get("id"), str):
+            shown["id"] = f"{PREFIXES.get(kind, 'item')}_{response_id.partition('_')[2]}_{number}"
+        if kind == "message":
+            part = "output_text" if item["role"] == "assistant" else "input_text"
+            if isinstance(item["content"], str):
+                shown["content"] = [{"type": part, "text": item["content"]}]
+            shown.setdefault("status", "completed")
+        found.append(shown)
+    return found
 
 
 # The store

@@ -14,12 +14,19 @@ from pydantic_core import to_json
 
 from lmx_lab.errors import CallerError, ContextLengthError, LabError, QueueFullError
 from lmx_lab.http.streaming import comment, named_event
-from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, custom_input
+from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, compaction, custom_input
 from lmx_lab.server.translate import chat_logprobs
 from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.responses import InputTokensDetails, OutputTokensDetails, ResponseError, ResponseStatus, ResponseUsage
+from lmx_lab.wire.responses import (
+    CompactedResponse,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseError,
+    ResponseStatus,
+    ResponseUsage,
+)
 
 ItemKind = Literal["reasoning", "message", "function_call", "custom_tool_call"]
 PREFIXES: Mapping[ItemKind, str] = {
@@ -304,6 +311,28 @@ class ResponseWriter:
     def _number(self) -> int:
         self._events += 1
         return self._events - 1
+
+
+class CompactionWriter(ResponseWriter):
+    """Writes the answer of POST /v1/responses/compact from a generated summary.
+
+    Args:
+        kept: The items before the summary.
+    """
+
+    def __init__(self, request: ConvertedRequest, *, model: str, kept: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__({}, request, model=model)
+        self._kept = kept
+
+    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
+        [[(delta, report)]] = parts
+        answer = CompactedResponse(
+            id=self.id,
+            created_at=self._created,
+            output=[*self._kept, compaction(delta.text)],
+            usage=_usage(report),
+        )
+        return answer.model_dump_json()
 
 
 def _call_fields(tool: CallableTool, call_id: str) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""The cases in which the compliance suite of Open Responses tests a server, on the echo engine.
+
+They follow version 2026-04-24 of the specification at https://www.openresponses.org. An image is refused, because no
+engine reads images; the other cases of the suite pass.
+"""
+
+import pytest
+
+from lmx_lab.server.responses.convert import convert_request, input_items
+from lmx_lab.server.translate import generation_request
+from lmx_lab.wire.responses import ResponsesRequest
+from tests.support.asking import error_of
+from tests.support.formats import named_events
+
+PATH = "/v1/responses"
+REQUIRED = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id"),
+    *("instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p"),
+    *("presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage"),
+    *("max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier"),
+    "prompt_cache_key",
+}
+"""The fields that a response must have."""
+NUMBERS = ("top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature")
+TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+
+
+def message(role, content, **fields):
+    return {"type": "message", "role": role, "content": content, **fields}
+
+
+CASES = {
+    "basic": {"input": [message("user", "Say hello in exactly 3 words.")]},
+    "phases": {
+        "input": [
+            message("assistant", "The saved number is needed.", phase="commentary"),
+            message("assistant", "The number is four.", phase="final_answer"),
+            message("user", "Which number?"),
+        ]
+    },
+    "system prompt": {"input": [message("system", "You are a pirate."), message("user", "Say hello.")]},
+    "tool call": {"input": [message("user", CALL)], "tools": [TOOL]},
+    "turns": {
+        "input": [message("user", "I am Alice."), message("assistant", "Hello Alice!"), message("user", "Who am I?")]
+    },
+}
+
+
+def check(response, kind="message"):
+    """Check the fields of a completed response and of its items, and return it."""
+    assert response.keys() >= REQUIRED
+    assert (response["object"], response["status"], response["error"]) == ("response", "completed", None)
+    assert all(isinstance(response[name], int | float) for name in NUMBERS)
+    assert response["usage"].keys() >= {"input_tokens_details", "output_tokens_details", "total_tokens"}
+    for tool in response["tools"]:
+        assert tool.keys() == {"type", "name", "description", "parameters", "strict"}
+    (item,) = response["output"]
+    assert (item["type"], item["status"]) == (kind, "completed")
+    return response
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_response_has_all_required_fields(http, case, stream):
+    answer = http.post(PATH, json={"model": "echo", "stream": stream, **CASES[case]})
+    assert answer.status_code == 200
+    kind = "function_call" if case == "tool call" else "message"
+    if not stream:
+        check(answer.json(), kind)
+        return
+    events = named_events(answer.text)
+    assert all(event["response"].keys() >= REQUIRED for event in events if "response" in event)
+    assert events[-1]["type"] == "response.completed"
+    check(events[-1]["response"], kind)
+
+
+def test_an_image_is_refused(http):
+    parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": "data:image/png,"}]
+    error_of(http.post(PATH, json={"model": "echo", "input": [message("user", parts)]}), 400, "invalid-request")
+
+
+def test_fields_of_the_request_are_returned_with_the_response(http):
+    given = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.25,
+        "max_tool_calls": 3,
+        "safety_identifier": "someone",
+        "prompt_cache_key": "key",
+        "user": "me",
+        "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "get_weather"}]},
+        "tools": [TOOL | {"strict": True, "description": "Says how the weather is."}],
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}, "verbosity": "low"},
+    }
+    answer = http.post(PATH, json={"model": "echo", "input": "{}", **given})
+    assert answer.headers["x-lmx-ignored"].split(", ") == [
+        *("max_tool_calls", "safety_identifier", "prompt_cache_key", "user", "text.verbosity")
+    ]
+    response = check(answer.json())
+    given["tool_choice"]["mode"] = "auto"
+    given["text"]["format"] |= {"description": None, "strict": False}
+    assert {name: response[name] for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("presence_penalty", 2.5), ("frequency_penalty", -3), ("max_tool_calls", 0), ("safety_identifier", 5)],
+)
+def test_an_invalid_value_is_named(http, field, value):
+    error = error_of(http.post(PATH, json={"model": "echo", "input": "a", field: value}), 400, "invalid-request")
+    assert error["param"] == field
+
+
+def test_penalties_reach_the_engine():
+    body = ResponsesRequest.model_validate({"input": "a", "presence_penalty": 0.5, "frequency_penalty": -0.25})
+    sampling = generation_request(convert_request(body, input_items(body)).chat).sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
+
+
+# Compaction
+
+TALK = [
+    message("user", "We launch on Tuesday."),
+    message("assistant", "Understood."),
+    {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+    {"role": "user", "content": [{"type": "input_text", "text": "And tell support first."}]},
+]
+
+
+def compact(http, **fields):
+    return http.post(f"{PATH}/compact", json={"model": "echo", **fields})
+
+
+def test_a_compaction_keeps_the_messages_of_the_user_and_summarizes_the_rest(http):
+    answer = compact(http, input=TALK, instructions="Be brief.", prompt_cache_key="key").json()
+    assert answer.keys() == {"id", "object", "created_at", "output", "usage"}
+    assert (answer["object"], answer["usage"]["total_tokens"] > 0) == ("response.compaction", True)
+    *kept, summary = answer["output"]
+    assert [(item["type"], item["role"], item["status"], item["content"]) for item in kept] == [
+        ("message", "user", "completed", [{"type": "input_text", "text": text}])
+        for text in ("We launch on Tuesday.", "And tell support first.")
+    ]
+    assert len({item["id"] for item in answer["output"]}) == 3
+    assert (summary["type"], summary["id"][:4]) == ("compaction", "cmp_")
+    # The echo engine repeats the last message, which ends with the request for a summary.
+    body = ResponsesRequest.model_validate({"input": [*answer["output"], message("user", "Go on.")]})
+    (merged,) = convert_request(body, input_items(body)).chat.messages
+    texts = str(merged.content).split("\n\n")
+    assert texts[:3] == ["We launch on Tuesday.", "And tell support first.", "Summary of the conversation so far:"]
+    assert texts[-2].startswith("Summarize this conversation")
+    assert texts[-1] == "Go on."
+    again = http.post(PATH, json={"model": "echo", "input": [*answer["output"], message("user", "Go on.")]}).json()
+    assert again["output"][0]["content"][0]["text"].endswith("Go on.")
+
+
+def test_a_stored_conversation_is_compacted(http):
+    first = http.post(PATH, json={"model": "echo", "input": "We launch on Tuesday."}).json()
+    answer = compact(http, previous_response_id=first["id"]).json()
+    assert [item["type"] for item in answer["output"]] == ["message", "compaction"]
+    assert answer["output"][0]["content"][0]["text"] == "We launch on Tuesday."
+
+
+def test_a_summary_of_another_server_is_shown_as_unreadable():
+    for content in ("gAAAAABpM0Yj-...=", "aGVsbG8="):
+        items = [{"type": "compaction", "encrypted_content": content}, message("user", "Go on.")]
+        body = ResponsesRequest.model_validate({"input": items})
+        (merged,) = convert_request(body, input_items(body)).chat.messages
+        assert str(merged.content) == "[summary of an earlier conversation, not readable on this server]\n\nGo on."
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": None, "input": TALK}, 400, "model"),
+        ({}, 400, "input"),
+        ({"input": []}, 400, "input"),
+        ({"input": [TALK[3]]}, 400, "input.0.call_id"),
+        ({"previous_response_id": "resp_gone"}, 400, "previous_response_id"),
+        ({"input": TALK, "model": "gpt-x"}, 404, "model"),
+    ],
+)
+def test_errors_of_a_compaction_name_the_field(http, fields, status, param):
+    answer = compact(http, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_the_model_of_a_compaction_is_required(http):
+    answer = http.post(f"{PATH}/compact", json={"input": TALK})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
