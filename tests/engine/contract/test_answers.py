@@ -241,6 +241,38 @@ async def test_xtc_removes_the_most_likely_tokens_on_llama_cpp(manager, model_fo
         assert len({await sample_text(manager, 9, **pair, seed=seed, **off) for seed in seeds}) == len(seeds)
 
 
+FEW_TOKENS = tuple(range(700, 720))
+FEW_BIASES = tuple((token, 1000.0) for token in FEW_TOKENS)
+"""A bias that leaves twenty tokens."""
+
+
+async def sample_ids(manager, count, prompt=PROMPT, **changes):
+    sampling = Sampling(**{"temperature": 0, "logit_bias": FEW_BIASES} | changes.pop("sampling", {}))
+    stream = await manager.submit(
+        request(prompt=prompt, sampling=sampling, max_tokens=count, ignore_eos=True, **changes)
+    )
+    return [id_ async for delta in stream for id_ in delta.ids]
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(("penalty", "times"), [({"presence_penalty": 300.0}, 1), ({"frequency_penalty": 300.0}, 2)])
+async def test_penalties_count_the_output_and_not_the_prompt(manager, penalty, times, seed):
+    # Half of the tokens are in the prompt. With a penalty larger than their differences, all are chosen equally often.
+    prompt = TokenPrompt(tokens=(*PROMPT.tokens, *FEW_TOKENS[:10], *FEW_TOKENS[:5] * 7))
+    sampling = penalty | ({} if seed is None else {"temperature": 1.0, "seed": seed})
+    expected = sorted([*FEW_TOKENS] * times)
+    found = await sample_ids(manager, len(expected), prompt, sampling=sampling)
+    assert sorted(found) == expected
+    assert await sample_ids(manager, len(expected), prompt, sampling=sampling) == found
+
+
+async def test_a_prompt_is_not_penalized_at_all(manager):
+    prompt = TokenPrompt(tokens=(*PROMPT.tokens, *FEW_TOKENS[:1] * 20))
+    plain = await sample_ids(manager, 1, prompt)
+    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
+        assert await sample_ids(manager, 1, prompt, sampling=penalty) == plain
+
+
 async def test_a_bias_can_force_and_forbid_tokens(manager):
     greedy = await sample_text(manager, 3, temperature=0)
     (first,) = [entry.token for entry in await logprobs(manager, max_tokens=1)]
