@@ -278,9 +278,7 @@ async def test_an_answer_with_penalties_ends_like_others(manager, changes):
     assert len(entries) == stream.report.output_tokens >= max(4, changes.get("min_tokens", 0))
 
 
-@pytest.mark.parametrize(
-    "penalty", [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}]
-)
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 async def test_an_enforced_format_with_penalties_is_complete(manager, penalty):
     sampling = Sampling(temperature=0, **{penalty: 1.1})
     text, report = await run(manager, sampling=sampling, max_tokens=60, answer_format=WORDS)
