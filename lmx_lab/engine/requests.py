@@ -14,7 +14,7 @@ from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import TraceWork
 
 SHARED = "*"
-"""The scope of prefixes that all callers may use; no address is like it."""
+"""The scope of prefixes that all callers may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Caller:
         """Text that all requests of one caller have in common. Callers on this machine are one, and each other one is
         known by its address.
         """
-        return "" if self.local or self.client is None else self.client
+        return "" if self.local or self.client is None else f"client {self.client}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from starlette.types import Scope
 
 from lmx_lab import errors
 from lmx_lab.errors import CallerError, InvalidRequestError, LabError, did_you_mean
-from lmx_lab.http.guard import is_local
+from lmx_lab.http.guard import is_local, is_loopback
 from lmx_lab.wire.base import request_class
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail, invalid_request
 
@@ -137,8 +137,16 @@ def request_id_of(connection: HTTPConnection) -> str | None:
 
 
 def client_of(connection: HTTPConnection) -> str | None:
-    """Return the address of the client, among which slots are shared; None if it is not known."""
-    return connection.client.host if connection.client is not None else None
+    """Return the address of the client, among which slots are shared; None if it is not known.
+
+    Behind a proxy on this machine, it is followed by the address that the proxy has added. Clients can choose it if the
+    proxy adds none, but then they all come from the same proxy.
+    """
+    if connection.client is None:
+        return None
+    address = connection.client.host
+    forwarded = connection.headers.getlist("x-forwarded-for") if is_loopback(address) else []
+    return f"{address} {forwarded[-1].rpartition(',')[2].strip()[:100]}" if forwarded else address
 
 
 def validation_error(exc: ValidationError | RequestValidationError) -> InvalidRequestError:

@@ -228,8 +228,9 @@ class Lab:
                 ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
                 ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, ``logprobs``, which may be the number
                 of alternatives, ``logprob_tokens``, tokens to report whatever their rank, ``steer``, a list of
-                ``Steer``, and ``response_format``, which may be the class of a pydantic model. ``n`` is not supported,
-                because a reply has one text.
+                ``Steer``, ``share_prefix``, whether all callers may continue the cached prompt, and
+                ``response_format``, which may be the class of a pydantic model. ``n`` is not supported, because a
+                reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.

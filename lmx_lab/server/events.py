@@ -14,9 +14,10 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from lmx_lab.broadcast import Feed
-from lmx_lab.engine import ModelManager
+from lmx_lab.engine import Caller, ModelManager
 from lmx_lab.engine.lookup import public_id, public_unloading
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.http.errors import client_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import event_stream, failures
 from lmx_lab.http.streaming import EventStream, data_line
@@ -32,7 +33,8 @@ EXTRAS = {"models": "model", "requests": "request", "samples": "sample", "pressu
 """The type of event that each name in ``include`` adds."""
 INCLUDE = (
     "What to add, separated by commas: `models` for the progress of loads (ModelEvent), "
-    "`requests` for the end of every generation, embedding and rerank (RequestEvent), "
+    "`requests` for the end of every generation, embedding and rerank (RequestEvent); callers on other machines get "
+    "those of their own requests, "
     "`samples` for all metrics every second (Sample), "
     "`pressure` for the beginning and the end of a shortage of memory (PressureEvent)"
 )
@@ -62,20 +64,26 @@ def event_routes(*, manager: ModelManager, feed: Feed[ServerEvent]) -> APIRouter
                 f"include contains {unknown[0]!r}; the names are {', '.join(EXTRAS)}", param="include"
             )
         included = {EXTRAS[name] for name in names}
-        hide = None if is_local(request.scope) else request.app.state.without_paths
-        return EventStream(_lines(manager, feed, included, hide))
+        caller = Caller(local=is_local(request.scope), client=client_of(request))
+        hide = None if caller.local else request.app.state.without_paths
+        return EventStream(_lines(manager, feed, included, caller.scope, hide))
 
     return router
 
 
 async def _lines(
-    manager: ModelManager, feed: Feed[ServerEvent], included: set[str], hide: Callable[[str], str] | None = None
+    manager: ModelManager,
+    feed: Feed[ServerEvent],
+    included: set[str],
+    scope: str = "",
+    hide: Callable[[str], str] | None = None,
 ) -> AsyncIterator[str]:
     """Yield metrics every second, a heartbeat every 15 s, and the included events when they occur, as JSON.
 
     Args:
         included: Types of the events to add.
-        hide: Removes paths from messages; None for clients that may see paths.
+        scope: The caller.
+        hide: Removes paths from messages; None for clients that may see paths, and the ends of others' requests.
     """
     started = time.monotonic()
     last, due, beat = manager.snapshot, started, started
@@ -98,7 +106,8 @@ async def _lines(
                 continue
             except StopAsyncIteration:
                 return
-            if extra.type not in included:
+            is_of_another = hide is not None and isinstance(extra, RequestEvent) and extra.scope != scope
+            if extra.type not in included or is_of_another:
                 continue
             if hide is not None and not isinstance(extra, PressureEvent):
                 model = public_id(extra.model, local=False)

@@ -138,10 +138,12 @@ class InferenceService:
         if is_recorded := caller.own is not None and self.recording.includes(own=caller.own):
             request = with_seed(request)
         try:
-            if request.steer and not caller.local:
+            for name in ("steer", "share_prefix"):
+                if caller.local or not getattr(request, name):
+                    continue
                 raise AdminForbiddenError(
-                    "only callers on the server's machine may send steer: programs that call http://127.0.0.1 or "
-                    "http://localhost directly or send the API key; leave steer out"
+                    f"only callers on the server's machine may send {name}: programs that call http://127.0.0.1 or "
+                    f"http://localhost directly or send the API key; leave {name} out"
                 )
             answers = await self.manager.generate(request, choices)
         except (LabError, asyncio.CancelledError) as exc:
@@ -157,7 +159,7 @@ class InferenceService:
             answer.on_end(functools.partial(self._answered, recorded))
             self.timelines.add(
                 answer.steps,
-                request_id=caller.request_id or "",
+                caller=caller,
                 index=answer.index,
                 model=answer.model,
                 prompt_tokens=len(answer.prompt),
@@ -295,6 +297,7 @@ class InferenceService:
         report = result.report
         event = RequestEvent(
             kind=kind,
+            scope=request.caller.scope,
             request_id=request.caller.request_id or "",
             model=report.model,
             finish_reason="stop",
@@ -315,6 +318,7 @@ class InferenceService:
         if recorded is not None:
             self.recording.end(recorded, answer, outcome, code)
         event = RequestEvent(
+            scope=answer.request.caller.scope,
             request_id=answer.request.caller.request_id or "",
             index=answer.index,
             model=answer.model,
@@ -345,6 +349,7 @@ class InferenceService:
         code = None if isinstance(exc, asyncio.CancelledError) else getattr(exc, "code", LabError.code)
         event = RequestEvent(
             kind=kind,
+            scope=request.caller.scope,
             request_id=request.caller.request_id or "",
             index=index,
             model=model,

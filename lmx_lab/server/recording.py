@@ -27,7 +27,7 @@ from lmx_lab.values.recording import Continuation, Provenance, Record, RecordMod
 
 OWN_HEADER = "x-lmx-own"
 """Header with which clients that ``lab.openai`` has configured, and the daemon of a lab, mark their requests."""
-NOT_STORED = frozenset({"caller", "timeout_s", "model"})
+NOT_STORED = frozenset({"caller", "timeout_s", "model", "share_prefix"})
 """Fields of a request that are not stored in its settings; the address of the client is stored nowhere."""
 
 

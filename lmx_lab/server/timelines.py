@@ -16,8 +16,10 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
+from lmx_lab.engine import Caller
 from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.http.errors import client_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
 from lmx_lab.values.models import ModelEvent
@@ -29,6 +31,8 @@ from lmx_lab.wire.admin import PAGE_REQUESTS, TimelinePage
 @dataclass(kw_only=True)
 class _Request:
     number: int
+    scope: str
+    """The caller; see ``Caller``."""
     timeline: RequestTimeline
     """Has no steps, and none of the values that are computed from them."""
     ended_at: float | None = None
@@ -71,10 +75,10 @@ class TimelineLog:
         self._lock = threading.Lock()
         """Protects ``_changes``: downloads report their progress on separate threads."""
 
-    def add(self, steps: StepLog, *, request_id: str, index: int, model: str, prompt_tokens: int) -> None:
+    def add(self, steps: StepLog, *, caller: Caller, index: int, model: str, prompt_tokens: int) -> None:
         """Add an accepted request. If there are too many, the oldest one is dropped."""
         timeline = RequestTimeline(
-            request_id=request_id,
+            request_id=caller.request_id or "",
             index=index,
             model=model,
             at=time.time() - (time.perf_counter() - steps.arrived_at),
@@ -89,7 +93,7 @@ class TimelineLog:
             decode_s=0.0,
             steps=(),
         )
-        self._entries[steps] = _Request(number=next(self._numbers), timeline=timeline)
+        self._entries[steps] = _Request(number=next(self._numbers), scope=caller.scope, timeline=timeline)
         while len(self._entries) > self._limit:
             del self._entries[next(iter(self._entries))]
 
@@ -141,7 +145,7 @@ class TimelineLog:
         requests = [_timeline(steps, entry, now) for steps, entry in entries[-most if most else 0 :]]
         return ServerTimeline(requests=tuple(requests), models=self._models_since(now - last_s, now))
 
-    def page(self, last_s: float, *, limit: int, before: int | None) -> TimelinePage:
+    def page(self, last_s: float, *, limit: int, before: int | None, scope: str | None = None) -> TimelinePage:
         """Return a page of the requests that ran in the last ``last_s`` seconds, newest first.
 
         The first page also has the loads, oldest first.
@@ -149,9 +153,14 @@ class TimelineLog:
         Args:
             limit: Maximum number of requests.
             before: ``before`` of the previous page; None for the first page.
+            scope: The caller whose requests are returned; None returns those of all.
         """
         now, steps = time.perf_counter(), 0
-        entries = [each for each in self._entries_since(now - last_s) if before is None or each[1].number < before]
+        entries = [
+            each
+            for each in self._entries_since(now - last_s)
+            if (before is None or each[1].number < before) and scope in (None, each[1].scope)
+        ]
         requests: list[RequestTimeline] = []
         last = None
         while entries and len(requests) < limit and steps < self._page_steps:
@@ -204,22 +213,22 @@ def timeline_routes(timelines: TimelineLog) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=PAGE_REQUESTS)] = PAGE_REQUESTS,
         before: Annotated[int | None, Query(ge=1)] = None,
     ) -> Response:
-        """Return the engines' steps for the requests of all clients in the last `last_s` seconds, newest first.
+        """Return the engines' steps for the requests in the last `last_s` seconds, newest first.
 
-        The first page also has the loads and unloads. If `before` of a page is not null, send its value to request the
-        next page.
+        Callers on the server's machine get the requests of all clients, others only their own. The first page also has
+        the loads and unloads. If `before` of a page is not null, send its value to request the next page.
         """
-        hide = None if is_local(request.scope) else request.app.state.without_paths
-        content = await asyncio.to_thread(_content, timelines, last_s, limit, before, hide)
+        caller = Caller(local=is_local(request.scope), client=client_of(request))
+        scope, hide = (None, None) if caller.local else (caller.scope, request.app.state.without_paths)
+        content = await asyncio.to_thread(
+            lambda: _content(timelines.page(last_s, limit=limit, before=before, scope=scope), hide)
+        )
         return Response(content, media_type="application/json")
 
     return router
 
 
-def _content(
-    timelines: TimelineLog, last_s: float, limit: int, before: int | None, hide: Callable[[str], str] | None
-) -> str:
-    page = timelines.page(last_s, limit=limit, before=before)
+def _content(page: TimelinePage, hide: Callable[[str], str] | None) -> str:
     if hide is not None:
         page.requests = [replace(each, model=public_id(each.model, local=False)) for each in page.requests]
         page.models = [

@@ -80,6 +80,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         # If a tool call is forced, the answer contains no text that could have a format.
         answer_format=None if tools is not None and tools.forced else _answer_format(request),
         steer=tuple(request.steer or ()),
+        share_prefix=bool(request.share_prefix),
         thinking_budget=request.thinking_token_budget,
         model=requested_model(request.model),
         sampling=_sampling(request, temperature=0.7),
@@ -112,6 +113,7 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
             max_tokens=16 if max_tokens is None else max_tokens,
             answer_format=answer_format,
             steer=tuple(request.steer or ()),
+            share_prefix=bool(request.share_prefix),
             stop=_stop(request),
             ignore_eos=bool(request.ignore_eos),
             min_tokens=request.min_tokens or 0,

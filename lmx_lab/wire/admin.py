@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, model_validator
 
 from lmx_lab.errors import ArgumentError
 from lmx_lab.values.models import (
@@ -297,6 +297,8 @@ class RequestEvent(BaseModel):
     kind: Kind = "chat"
     """``chat`` includes plain completions. The other kinds generate nothing: their ``finish_reason`` is ``stop`` if
     they succeeded, their speed is that of the input, and ``ttft_ms`` is the time to the whole result."""
+    scope: str = Field(default="", exclude=True, repr=False)
+    """The caller; see ``engine.requests.Caller``. It is not sent."""
     request_id: str
     index: int = 0
     """Index of the choice in its answer; of a refused request, the first refused choice."""

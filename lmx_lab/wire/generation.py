@@ -194,6 +194,9 @@ class CompatibleFields(GenerationFields, Hints):
     steer: Steerings | None = None
     """An extension: vectors that are added to the residual stream of this request. Only callers on the server's machine
     may send them."""
+    share_prefix: bool | None = None
+    """An extension: whether requests of all callers may continue the cached prompt and answer of this request, such as
+    a system prompt. Only callers on the server's machine may set it."""
 
     # Not supported; only values without effect are valid.
     typical_p: Annotated[Any, Neutral("locally typical samplers", (1,))] = None

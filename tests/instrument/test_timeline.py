@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 import lmx_lab
+from lmx_lab.engine import Caller
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument import Timeline, load_requests
 from lmx_lab.server.timelines import TimelineLog
@@ -215,7 +216,7 @@ def test_a_long_answer_keeps_a_limited_number_of_steps_with_all_tokens():
 def test_the_oldest_requests_are_dropped_from_the_log():
     log = TimelineLog(requests=4)
     for number in range(7):
-        log.add(StepLog(0.0), request_id=f"{number}", index=0, model="m", prompt_tokens=1)
+        log.add(StepLog(0.0), caller=Caller(request_id=f"{number}"), index=0, model="m", prompt_tokens=1)
     kept = log.read(60).requests
     assert (len(kept), kept[0].request_id) == (4, "3")
     assert [one.request_id for one in log.read(60, most=1).requests] == ["6"]
@@ -253,7 +254,7 @@ def test_a_page_has_a_limited_number_of_steps():
         steps = StepLog(0.0)
         for at in range(2):
             steps.add("decode", at, at + 1, tokens=1, kv_bytes=7)
-        log.add(steps, request_id=f"{number}", index=0, model="m", prompt_tokens=1)
+        log.add(steps, caller=Caller(request_id=f"{number}"), index=0, model="m", prompt_tokens=1)
     pages, before = [], None
     while not pages or before is not None:
         page = log.page(60, limit=4, before=before)

@@ -241,6 +241,57 @@ async def test_xtc_removes_the_most_likely_tokens_on_llama_cpp(manager, model_fo
         assert len({await sample_text(manager, 9, **pair, seed=seed, **off) for seed in seeds}) == len(seeds)
 
 
+FEW_TOKENS = tuple(range(700, 720))
+FEW_BIASES = tuple((token, 1000.0) for token in FEW_TOKENS)
+"""A bias that leaves twenty tokens."""
+
+
+async def sample_ids(manager, count, prompt=PROMPT, **changes):
+    sampling = Sampling(**{"temperature": 0, "logit_bias": FEW_BIASES} | changes.pop("sampling", {}))
+    stream = await manager.submit(
+        request(prompt=prompt, sampling=sampling, max_tokens=count, ignore_eos=True, **changes)
+    )
+    return [id_ async for delta in stream for id_ in delta.ids]
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(("penalty", "times"), [({"presence_penalty": 300.0}, 1), ({"frequency_penalty": 300.0}, 2)])
+async def test_penalties_count_the_output_and_not_the_prompt(manager, penalty, times, seed):
+    # Half of the tokens are in the prompt. With a penalty larger than their differences, all are chosen equally often.
+    prompt = TokenPrompt(tokens=(*PROMPT.tokens, *FEW_TOKENS[:10], *FEW_TOKENS[:5] * 7))
+    sampling = penalty | ({} if seed is None else {"temperature": 1.0, "seed": seed})
+    expected = sorted([*FEW_TOKENS] * times)
+    found = await sample_ids(manager, len(expected), prompt, sampling=sampling)
+    assert sorted(found) == expected
+    assert await sample_ids(manager, len(expected), prompt, sampling=sampling) == found
+
+
+@pytest.mark.parametrize("changes", [{}, {"min_tokens": 4}, {"min_tokens": 5}])
+async def test_an_answer_with_penalties_ends_like_others(manager, changes):
+    # Each of three tokens is chosen once. Then the token that ends the text is the most likely one.
+    bias = (*FEW_BIASES[:3], (2, 700.0))
+    sampling = Sampling(temperature=0, logit_bias=bias, presence_penalty=600.0)
+    stream = await manager.submit(request(sampling=sampling, max_tokens=12, top_logprobs=1, **changes))
+    _, entries = await finish_with_logprobs(stream)
+    assert sorted(entry.token for entry in entries[:3]) == [*FEW_TOKENS[:3]]
+    assert (entries[-1].token, entries[-1].ends, stream.report.finish_reason) == (2, True, "stop")
+    assert len(entries) == stream.report.output_tokens >= max(4, changes.get("min_tokens", 0))
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+async def test_an_enforced_format_with_penalties_is_complete(manager, penalty):
+    sampling = Sampling(temperature=0, **{penalty: 1.1})
+    text, report = await run(manager, sampling=sampling, max_tokens=60, answer_format=WORDS)
+    assert (text, report.finish_reason) == ("über 😀東京é!", "stop")
+
+
+async def test_a_prompt_is_not_penalized_at_all(manager):
+    prompt = TokenPrompt(tokens=(*PROMPT.tokens, *FEW_TOKENS[:1] * 20))
+    plain = await sample_ids(manager, 1, prompt)
+    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
+        assert await sample_ids(manager, 1, prompt, sampling=penalty) == plain
+
+
 async def test_a_bias_can_force_and_forbid_tokens(manager):
     greedy = await sample_text(manager, 3, temperature=0)
     (first,) = [entry.token for entry in await logprobs(manager, max_tokens=1)]

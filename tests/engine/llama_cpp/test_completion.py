@@ -109,7 +109,7 @@ def summarize(items):
 
 
 def test_all_sampling_parameters_are_sent():
-    body_ = sampling(REQUEST, choice=0, context_length=512)
+    body_ = sampling(REQUEST, [1, 2], choice=0, context_length=512)
     assert body_ == {
         "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "repeat_last_n": 512, "seed": -1, "logit_bias": [], "ignore_eos": False,
@@ -121,7 +121,7 @@ def test_all_sampling_parameters_are_sent():
 
 def seed(value, choice=0):
     request_ = replace(REQUEST, sampling=Sampling(seed=value))
-    return int(sampling(request_, choice=choice, context_length=512)["seed"])
+    return int(sampling(request_, [1, 2], choice=choice, context_length=512)["seed"])
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**32 - 2])
@@ -148,7 +148,7 @@ def test_answers_to_one_request_have_seeds_of_their_own():
 def body(*, grammar=None, markers=(), **changes):
     request_ = replace(REQUEST, **changes)
     options = {"slot": 1, "choice": 0, "max_tokens": 9, "context_length": 512, "vocabulary_size": 1000, "may_end": True}
-    return completion_body(request_, [1, 2], grammar=grammar, markers=markers, **options)
+    return completion_body(request_, [1, 2], [], grammar=grammar, markers=markers, **options)
 
 
 def test_a_completion_has_tokens_and_reports_progress():

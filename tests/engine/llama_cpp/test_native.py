@@ -5,7 +5,6 @@ import gc
 import os
 import shutil
 import weakref
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,10 +73,7 @@ async def force_tokens(manager, tool_request, tokens):
 async def forced_request(manager, tool_request, tokens):
     """Return the request whose answer consists of these tokens."""
     assert len(set(tokens)) == len(tokens)
-    async with await manager.submit(replace(tool_request, max_tokens=0)) as stream:
-        # llama.cpp's penalties count the prompt, too.
-        occurrences = Counter(stream.prompt)
-    bias = tuple((token, FORCE * (1 + occurrences[token]) - 20 * at) for at, token in enumerate(tokens))
+    bias = tuple((token, FORCE - 20 * at) for at, token in enumerate(tokens))
     sampling = Sampling(temperature=0, logit_bias=bias, frequency_penalty=FORCE)
     return replace(tool_request, sampling=sampling, max_tokens=len(tokens))
 
