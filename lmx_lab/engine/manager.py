@@ -1737,7 +1737,7 @@ def _load_report(model: Model, entry: ModelEntry, load_s: float) -> LoadReport:
         engine_reason=entry.engine_reason,
         kv_cache_dtype=model.spec.kv_cache_dtype,
         draft=entry.draft.id if entry.draft is not None else None,
-        warning=draft_warning(entry),
+        warning="; ".join(filter(None, (draft_warning(entry), model.entry.warning))),
     )
 
 
