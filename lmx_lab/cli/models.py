@@ -138,6 +138,8 @@ def models(
         for entry in entries:
             if entry.copy is not None:
                 print_note(entry.copy.describe(entry.id))
+            elif entry.warning:
+                print_note(f"{entry.id}: {entry.warning}")
         if any(len({each.format for each in formats}) > 1 for formats in by_model(entries).values()):
             engines = "; ".join(f"{row.name} is {row.good_for}" for row in ENGINES.values() if row.good_for)
             print_note(

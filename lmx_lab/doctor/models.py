@@ -32,9 +32,12 @@ def check_models(settings: Settings) -> Iterator[Finding]:
                 means="commands that search for models report an error",
                 remedy=f"mkdir -p {shlex.quote(str(folder))}, or change LMX_LAB_MODEL_FOLDERS",
             )
-    ids = list(by_model(Catalog(settings).scan()))
-    if ids:
-        yield Finding(topic="models", verdict="fine", found=", ".join(ids))
+    models = by_model(Catalog(settings).scan())
+    for name, entries in models.items():
+        for warning in dict.fromkeys(entry.warning for entry in entries if entry.warning):
+            yield Finding(topic="models", verdict="note", found=f"{name}: {warning}")
+    if models:
+        yield Finding(topic="models", verdict="fine", found=", ".join(models))
         return
     yield Finding(
         topic="models",

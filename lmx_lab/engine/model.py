@@ -179,7 +179,8 @@ class LoadedModel(ABC, Generic[Row]):
         slots: int | None = None,
         batch_invariant: bool = True,
     ) -> None:
-        self.entry = entry
+        warnings = [entry.warning, tokenizer.chat_format.warning if tokenizer is not None else ""]
+        self.entry = replace(entry, warning="; ".join(filter(None, warnings)))
         self.spec = spec
         self.fingerprint = fingerprint
         self.admission = AdmissionControl(entry.id, limit=settings.slots + settings.queue_limit, on_idle=host.idle)

@@ -133,8 +133,10 @@ class ModelList(list[ModelRecord]):
     def __init__(self, found: ModelRecords) -> None:
         super().__init__(found.models)
         problems = dict.fromkeys(record.problem for record in found.models if record.problem)
-        self.notes = (*([found.preference.detail] if found.preference else []), *problems)
-        """Lines below the table, which state the faster engine and why some models cannot be loaded."""
+        warnings = [f"{record.id}: {record.warning}" for record in found.models if record.warning]
+        self.notes = (*([found.preference.detail] if found.preference else []), *problems, *warnings)
+        """Lines below the table, which state the faster engine, why some models cannot be loaded, and what is wrong
+        with others."""
 
     @property
     def _rows(self) -> list[tuple[str, ...]]:

@@ -429,7 +429,9 @@ class ModelsPanel(Panel):
         loaded = (record for record in self._records if self.serves and record.loaded and record.engine_reason)
         engines = [f"{record.id} runs on {with_reason(record.engine, record.engine_reason)}" for record in loaded]
         copies = [copy.describe(record.id) for record in self._records for copy in record.quantized_copies]
-        notes = [*engines, *copies, self._preference.detail if self._preference else None, *problems, self._problem]
+        warnings = [f"{record.id}: {record.warning}" for record in self._records if record.loaded and record.warning]
+        preference = self._preference.detail if self._preference else None
+        notes = [*engines, *warnings, *copies, preference, *problems, self._problem]
         return ". ".join(filter(None, notes))
 
     def _show_jobs(self) -> None:

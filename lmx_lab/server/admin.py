@@ -312,6 +312,7 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
             engine_reason=entry.engine_reason if state is not None else "",
             engine=engine_for(entry.format).name,
             problem=problems[entry.format],
+            warning=(entry if state is None else state.entry).warning,
             kind=entry.kind,
             size_gb=entry.size_bytes / 1e9,
             quantization=entry.quantization,

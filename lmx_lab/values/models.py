@@ -169,7 +169,7 @@ class LoadReport:
     draft: str | None = None
     """Id of the draft model; None if there is none."""
     warning: str = ""
-    """Why the load options are probably a mistake; empty if they are not."""
+    """Why the load options are probably a mistake, or the answers may be worse than expected; empty if neither."""
 
     @property
     def load_s(self) -> float:
@@ -221,6 +221,8 @@ class Facts:
     """Tokens that the model was trained for; ``None`` if its files do not contain this number."""
     more_kinds: tuple[Kind, ...] = ()
     """Kinds of requests that the model answers in addition to ``kind``."""
+    warning: str = field(default="", compare=False)
+    """Why the answers of the model may be worse than expected, although it can be loaded; empty if nothing is known."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

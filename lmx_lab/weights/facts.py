@@ -12,13 +12,15 @@ from typing import Any
 from lmx_lab.errors import UnusableModelError, first_names
 from lmx_lab.values.models import Facts, Kind, ModelEntry, ModelLocation
 from lmx_lab.weights.config_check import check_config, check_positive
-from lmx_lab.weights.files import check_files, open_regular, read_json, read_regular
+from lmx_lab.weights.files import check_files, list_folder, open_regular, read_json, read_regular
 from lmx_lab.weights.gguf.header import GgufHeader, read_header
 from lmx_lab.weights.gguf.names import is_blob, is_gguf, parts_of
 from lmx_lab.weights.hub import require_verified
 from lmx_lab.weights.locations import gguf_models, is_model_folder
 from lmx_lab.weights.safetensors_header import SafetensorsSummary, read_summary
 
+ADAPTER = "adapter_config.json"
+"""The file of a LoRA adapter, both of peft and of mlx-lm."""
 INDEX_NAME = "model.safetensors.index.json"
 CARD_HEAD = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 TASK = re.compile(r"^pipeline_tag:\s*['\"]?([\w-]+)", re.MULTILINE)
@@ -131,6 +133,18 @@ def read_folder(path: Path) -> Facts:
         size_bytes=sum(shard.size_bytes for shard in shards),
         quantization=_quantization(config) or max(shards, key=lambda shard: shard.size_bytes).dtype,
         context_length=_context_length(path, config),
+        warning=_adapter_warning(path),
+    )
+
+
+def _adapter_warning(folder: Path) -> str:
+    """Return a warning if a model's folder, or one directly in it, contains a LoRA adapter; empty otherwise."""
+    adapters = [path.name for path in (folder, *list_folder(folder)) if os.path.exists(path / ADAPTER)]
+    if not adapters:
+        return ""
+    return (
+        f"the LoRA adapter beside the weights (in {first_names(adapters, 3)}) is not applied: to use it, merge it into "
+        "the weights, for example with mlx_lm.fuse"
     )
 
 
@@ -300,6 +314,14 @@ def read_gguf_facts(path: Path) -> Facts:
     for key, limit in POSITIVE.items():
         name = f"{header.architecture}.{key}"
         check_positive(path, name, header.metadata.get(name), limit)
+    # Other models may have their adapters in a folder with several files.
+    is_alone = not is_blob(path.name) and len(gguf_models(path.parent)) == 1
+    warnings = [_adapter_warning(path.parent) if is_alone else ""]
+    if header.text("tokenizer.ggml.model") == "gpt2" and header.text("tokenizer.ggml.pre") is None:
+        warnings.append(
+            "the file does not state how texts are divided before they are tokenized (tokenizer.ggml.pre), and "
+            "llama.cpp guesses, so answers may be much worse: use a newer file of this model"
+        )
     return Facts(
         kind=kind_of(header),
         format="gguf",
@@ -307,6 +329,7 @@ def read_gguf_facts(path: Path) -> Facts:
         size_bytes=header.size_bytes,
         quantization=header.quantization,
         context_length=header.context_length,
+        warning="; ".join(filter(None, warnings)),
     )
 
 

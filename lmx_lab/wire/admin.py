@@ -55,6 +55,8 @@ class ModelRecord(BaseModel):
     """For a loaded model, why this engine was chosen; empty if there was no choice."""
     problem: str | None = None
     """Why the server cannot load it, and what to do about it: its engine is not installed there."""
+    warning: str = ""
+    """Why its answers may be worse than expected, although it can be loaded; empty if nothing is known."""
     kind: Kind
     size_gb: float
     quantization: str | None

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
 from tests.support.commands import WAIT_S, run_command, serving
 from tests.support.daemons import serving as daemon_serving
+from tests.support.gguf import with_values
 from tests.support.labs import serving as lab_serving
 from tests.support.sockets import answering, free_port, whole
 from tests.support.waiting import until_listening
@@ -154,6 +156,18 @@ def test_a_missing_model_folder_is_bad(tmp_path):
     assert finding.verdict == "bad"
     assert f"{tmp_path}/no where" in finding.found
     assert f"mkdir -p '{tmp_path}/no where'" in finding.remedy
+
+
+def test_what_is_wrong_with_models_that_can_be_loaded_is_noted(tmp_path, tiny, tiny_gguf):
+    settings = Settings(home=tmp_path)
+    shutil.copytree(tiny.path, settings.models_folder / "tuned")
+    (settings.models_folder / "tuned/adapters").mkdir()
+    (settings.models_folder / "tuned/adapters/adapter_config.json").write_text("{}")
+    with_values(tiny_gguf, settings.models_folder / "old.gguf", {"tokenizer.ggml.pre": None})
+    old, tuned, listed = check_models(settings)
+    assert (old.verdict, tuned.verdict, listed.found) == ("note", "note", "old.gguf, tuned")
+    assert "(tokenizer.ggml.pre)" in old.found
+    assert "the LoRA adapter beside the weights (in adapters) is not applied" in tuned.found
 
 
 def test_the_hub_is_not_contacted_if_the_environment_or_a_setting_forbids_it(tmp_path, monkeypatch):

@@ -72,6 +72,12 @@ def test_quantized_copies_are_shown_with_their_loss(reader, backend):
     assert "mean KL 0.27 per token, perplexity 20.5 instead of 17.7; loaded only as small:Q4_0" in reader.panel.engines
 
 
+def test_what_is_wrong_with_a_loaded_model_is_shown(reader, backend):
+    backend.records = [record("tiny", loaded=True, vram_gb=0.1, warning="no merges"), record("small", warning="old")]
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.engines == "tiny: no merges")
+
+
 def test_a_model_without_its_engine_has_no_load_button_and_the_remedy_is_shown(reader, backend):
     remedy = "llama.cpp is not installed: pip install it"
     missing = {"format": "gguf", "engine": "llama.cpp", "problem": remedy}

@@ -100,6 +100,8 @@ class ChatFormat:
     """Special tokens, except those that end an answer."""
     markers: Mapping[str, Marker] = field(default_factory=dict)
     """The markers of reasoning and of generic calls as tokens of this model."""
+    warning: str = ""
+    """Why the template could not be tried; empty if it could."""
 
     @property
     def marker_tokens(self) -> set[int]:
@@ -279,7 +281,22 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
             if token.special and int(id_) not in tokenizer.eos_token_ids
         },
         markers={marker: _marker(marker, added) for marker in (*(reasoning_markers or ()), START, END)},
+        warning=_try_message(tokenizer),
     )
+
+
+def _try_message(tokenizer: Any) -> str:
+    """Return a warning if the template cannot be rendered for a single message; empty otherwise."""
+    try:
+        shared_pool().portal.run(render_chat(tokenizer, [USER], add_generation_prompt=True))
+    except TemplateLimitError:
+        raise
+    except Exception as exc:
+        return (
+            "the chat template could not be tried with a single message, so tools and reasoning may not be recognized: "
+            f"{exc!s:.300}"
+        )
+    return ""
 
 
 def _render(tokenizer: Any, *messages: Mapping[str, Any], **options: Any) -> str | None:

@@ -1,6 +1,7 @@
 """Loads succeed or fail in the same way, and embedding models stay beside chat models, for all pairs of engines."""
 
 import asyncio
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +30,7 @@ from tests.support.engines import (
     until_busy,
     until_idle,
 )
-from tests.support.gguf import unknown_architecture
+from tests.support.gguf import unknown_architecture, with_template
 from tests.support.models import write_huge_llama, write_tiny_bert
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -148,6 +149,29 @@ async def embedder(embedders, model_format):
 
 async def vectors(manager, *texts, model=None):
     return (await manager.embed(EmbeddingRequest(inputs=texts, model=model))).vectors
+
+
+WARNED = ["is not applied", "could not be tried with a single message", "Only in French"]
+
+
+async def test_a_load_warns_of_what_the_engine_ignores_and_of_a_template_that_cannot_be_tried(
+    chat_models, model_format, tmp_path
+):
+    template = "{{ raise_exception('Only in French') }}"
+    if model_format == "mlx":
+        shutil.copytree(chat_models["mlx"].path, tmp_path / "model")
+        (tmp_path / "model/chat_template.jinja").write_text(template)
+        (tmp_path / "model/adapter_config.json").write_text("{}")
+        entry = entry_of(tmp_path / "model", "warned")
+    elif model_format == "gguf":
+        (tmp_path / "adapter_config.json").write_text("{}")
+        entry = entry_of(with_template(chat_models["gguf"].path, template, tmp_path), "warned")
+    else:
+        pytest.skip("echo has no files and no template")
+    async with manager_with(entry, SETTINGS) as manager:
+        for warning in (manager.snapshot.main.entry.warning, (await load_entry(manager, entry)).warning):
+            assert all(part in warning for part in WARNED)
+        assert (await load_entry(manager, chat_models[model_format])).warning == ""
 
 
 async def test_both_formats_give_the_same_vectors(embedders):
