@@ -131,17 +131,14 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
     Raises:
         InvalidRequestError: see ``convert_request``.
     """
-    items = input_items(body)
+    items, earlier = input_items(body), 0
     if previous is not None:
         output = json.loads(previous.body)["output"]
-        items = [
-            *STORED_ITEMS.validate_json(previous.conversation),
-            *STORED_ITEMS.validate_python(output),
-            *items,
-        ]
+        before = [*STORED_ITEMS.validate_json(previous.conversation), *STORED_ITEMS.validate_python(output)]
+        items, earlier = [*before, *items], len(before)
     is_stored = body.store is not False
     return _Prepared(
-        request=convert_request(body, items),
+        request=convert_request(body, items, earlier=earlier),
         shared=shared_fields(body),
         conversation=STORED_ITEMS.dump_json(items, exclude_unset=True) if is_stored else None,
     )
