@@ -297,11 +297,11 @@ def load_report(model: LoadedModel[Any], entry: ModelEntry, load_s: float) -> Lo
     Args:
         entry: The files that were to be loaded, with the reason for their engine.
     """
-    draft, warning = entry.draft, ""
+    draft, warnings = entry.draft, [model.entry.warning]
     if draft is not None and draft.size_bytes >= entry.size_bytes:
         sizes = f"{draft.size_bytes / 1e9:.2f} GB and {entry.size_bytes / 1e9:.2f} GB"
-        warning = f"warning: the draft model {draft.id} is not smaller than {entry.id} ({sizes}), so its drafts save"
-        warning += " no time"
+        text = f"the draft model {draft.id} is not smaller than {entry.id} ({sizes}), so its drafts save no time"
+        warnings.insert(0, f"warning: {text}")
     return LoadReport(
         model=entry.id,
         load_time_ms=load_s * 1e3,
@@ -312,7 +312,7 @@ def load_report(model: LoadedModel[Any], entry: ModelEntry, load_s: float) -> Lo
         engine_reason=entry.engine_reason,
         kv_cache_dtype=model.spec.kv_cache_dtype,
         draft=draft.id if draft is not None else None,
-        warning=warning,
+        warning="; ".join(filter(None, warnings)),
     )
 
 

@@ -149,7 +149,7 @@ def answer_headers(service: InferenceService, caller: Caller, wanted: AnswerRequ
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = [name for name in names if IGNORED_NAME.fullmatch(name)][:32]
+    shown = [name for name in dict.fromkeys(names) if IGNORED_NAME.fullmatch(name)][:32]
     return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
 
 

@@ -12,18 +12,84 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import Field
+
 from lmx_lab.errors import CallerError, InvalidRequestError
 from lmx_lab.values.outputs import ToolCallDelta
-from lmx_lab.wire.chat import ChatMessage, Role
+from lmx_lab.wire.base import OtherModel
+from lmx_lab.wire.chat import ChatMessage, Contents, Role, TextContent
 from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
 
 JOINED = "\n\n"
 """Separates the parts of a message, and consecutive messages with the same role."""
+FILES: Mapping[str, str] = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("audio", "input_audio"), "audio"),
+    **dict.fromkeys(("file", "input_file", "document"), "file"),
+}
+"""What a part is, by its type."""
+UNREAD_PARTS = frozenset({"thinking", "redacted_thinking", "tool_addition", "tool_removal"})
+"""Types of parts that are not a part of the text."""
+
+
+def content_texts(content: str | Contents, *, asked_at: str | None = None) -> list[str]:
+    """Return the texts of a message, of the result of a tool or of reasoning. See ``part_text``.
+
+    Args:
+        asked_at: Path of the content if it is the newest message of the user.
+    """
+    if isinstance(content, str):
+        return [content]
+    return [
+        part.text
+        if isinstance(part, TextContent)
+        else part_text(part, asked_at=None if asked_at is None else f"{asked_at}.{number}")
+        for number, part in enumerate(content)
+    ]
+
+
+def part_text(part: OtherModel, *, asked_at: str | None = None) -> str:
+    """Return the text that the model reads in place of a part that is not a text: its own text, or a placeholder.
+
+    A conversation remains usable if one of its tools returns an image, or if another model has seen one.
+
+    Args:
+        asked_at: Path of the part if it belongs to the newest message of the user.
+
+    Raises:
+        InvalidRequestError: the newest message of the user has no text in this place, so that no answer would be right.
+    """
+    fields = part.model_extra or {}
+    source, refusal = fields.get("source"), fields.get("refusal")
+    if part.type in UNREAD_PARTS:
+        return ""
+    if isinstance(refusal, str):
+        return refusal
+    if isinstance(source, dict) and source.get("type") == "text":
+        return str(source.get("data") or "")
+    kind = FILES.get(part.type)
+    if asked_at is not None:
+        what = "images and other files" if kind else f"parts of the type {part.type!r:.80}"
+        raise InvalidRequestError(f"{asked_at}: {what} cannot be read by this server; send text", param=asked_at)
+    return placeholder(kind or part.type[:80])
+
+
+def placeholder(what: str) -> str:
+    """Return the text that stands for something that the model cannot read."""
+    return f"[{what}, not shown to this model]"
+
+
+class ConvertedMessage(ChatMessage):
+    """A message that was converted from another format."""
+
+    place: str = Field(exclude=True)
+    """Path in the request that was converted: of the message, or of the id of the call whose result it is."""
 
 
 @dataclass(kw_only=True)
 class _Message:
     role: Role
+    place: str
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: dict[str, MessageToolCall] = field(default_factory=dict)
@@ -40,7 +106,7 @@ class _Message:
         }
         present = {name: value for name, value in others.items() if value}
         content = JOINED.join([text for text in self.texts if text])
-        return ChatMessage.model_construct(role=self.role, content=content, **present)
+        return ConvertedMessage.model_construct(role=self.role, content=content, place=self.place, **present)
 
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> FunctionTool:
@@ -64,13 +130,17 @@ class ChatHistory:
         self._messages: list[_Message] = []
         self._calls = 0
 
-    def add(self, role: Role, texts: Sequence[str] = (), *, thoughts: Iterable[str] = ()) -> None:
-        """Add a message, or a part of the last one if it has the same role."""
-        message = self._last(role)
+    def add(self, role: Role, texts: Sequence[str] = (), *, thoughts: Iterable[str] = (), place: str) -> None:
+        """Add a message, or a part of the last one if it has the same role.
+
+        Args:
+            place: Path of the message in the request.
+        """
+        message = self._last(role, place)
         message.texts += texts
         message.thoughts += thoughts
 
-    def add_call(self, call_id: str, name: str, arguments: dict[str, Any], *, place: str) -> None:
+    def add_call(self, call_id: str, name: str, arguments: Any, *, place: str) -> None:
         """Add a tool call of the assistant.
 
         Args:
@@ -85,7 +155,7 @@ class ChatHistory:
                 f"{place}: the conversation has more than {CALL_LIMIT:,} tool calls, the limit; leave the oldest out",
                 param=place,
             )
-        calls = self._last("assistant").calls
+        calls = self._last("assistant", place).calls
         if call_id in calls:
             raise InvalidRequestError(
                 f"{place}: another call of the same answer has the id {call_id[:80]!r:.80}; ids must be unique",
@@ -94,17 +164,21 @@ class ChatHistory:
         function = CalledFunction.model_construct(name=name, arguments=arguments)
         calls[call_id] = MessageToolCall.model_construct(id=call_id, type="function", function=function)
 
-    def add_result(self, call_id: str, text: str) -> None:
-        """Add the result of a tool call."""
-        self._messages.append(_Message(role="tool", texts=[text], answered=call_id))
+    def add_result(self, call_id: str, texts: list[str], *, place: str) -> None:
+        """Add the result of a tool call.
+
+        Args:
+            place: Path of the call's id in the request.
+        """
+        self._messages.append(_Message(role="tool", texts=texts, answered=call_id, place=place))
 
     def messages(self) -> list[ChatMessage]:
         """Return the messages in the chat format."""
         return [message.converted() for message in self._messages]
 
-    def _last(self, role: Role) -> _Message:
+    def _last(self, role: Role, place: str) -> _Message:
         if not self._messages or self._messages[-1].role != role:
-            self._messages.append(_Message(role=role))
+            self._messages.append(_Message(role=role, place=place))
         return self._messages[-1]
 
 

@@ -21,7 +21,7 @@ from lmx_lab.http.errors import status_of
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import named_event, while_connected
 from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
-from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, call_arguments, function_tool
+from lmx_lab.server.convert import ChatHistory, FieldNames, call_arguments, content_texts, function_tool, part_text
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
 from lmx_lab.server.translate import generation_request
@@ -46,7 +46,6 @@ from lmx_lab.wire.messages import (
     ToolUseBlock,
 )
 
-IGNORED_BLOCKS = frozenset({"redacted_thinking", "tool_addition", "tool_removal"})
 PING = named_event("ping", '{"type":"ping"}')
 NAMES = FieldNames(
     {
@@ -144,9 +143,10 @@ def chat_request(body: CountRequest) -> ChatRequest:
     # Claude Code adds this block. It differs in every request, so a prompt that contained it would never be in the
     # prefix cache.
     if kept := [text for text in system if not text.lstrip().startswith("x-anthropic-billing-header:")]:
-        history.add("system", kept)
+        history.add("system", kept, place="system")
+    newest = max([number for number, message in enumerate(body.messages) if _is_asked(message)], default=-1)
     for number, message in enumerate(body.messages):
-        _add_message(history, message, f"messages.{number}")
+        _add_message(history, message, f"messages.{number}", is_newest=number == newest)
     fields: dict[str, Any] = {"model": body.model, "messages": history.messages()}
     if tools:
         fields["tools"] = tools
@@ -176,11 +176,18 @@ def chat_request(body: CountRequest) -> ChatRequest:
     return validated(ChatRequest, fields)
 
 
-def _add_message(history: ChatHistory, message: InputMessage, place: str) -> None:
+def _is_asked(message: InputMessage) -> bool:
+    """Whether a message is one of the user, and not only the results of tools."""
+    blocks = [] if isinstance(message.content, str) else message.content
+    return message.role == "user" and not (blocks and all(isinstance(block, ToolResultBlock) for block in blocks))
+
+
+def _add_message(history: ChatHistory, message: InputMessage, place: str, *, is_newest: bool) -> None:
     """Add a message to the history: first its tool results, then the rest."""
     if isinstance(message.content, str):
-        history.add(message.role, [message.content])
+        history.add(message.role, [message.content], place=place)
         return
+    has_results = any(isinstance(block, ToolResultBlock) for block in message.content)
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[tuple[ToolUseBlock, str]] = []
@@ -194,44 +201,18 @@ def _add_message(history: ChatHistory, message: InputMessage, place: str) -> Non
             case ToolUseBlock() if message.role == "assistant":
                 calls.append((block, at))
             case ToolResultBlock() if message.role == "user":
-                history.add_result(block.tool_use_id, _result_text(block, at))
+                history.add_result(block.tool_use_id, content_texts(block.content or ""), place=f"{at}.tool_use_id")
             case OtherBlock():
-                texts += _other_text(block, at)
+                # An image beside results of tools is usually a part of one of them.
+                texts.append(part_text(block, asked_at=at if is_newest and not has_results else None))
             case _:
                 raise InvalidRequestError(
                     f"{at}: {block.type} is not valid in a message of the {message.role}", param=at
                 )
-    has_results = any(isinstance(block, ToolResultBlock) for block in message.content)
     if texts or thoughts or calls or not has_results:
-        history.add(message.role, texts, thoughts=thoughts)
+        history.add(message.role, texts, thoughts=thoughts, place=place)
     for call, at in calls:
         history.add_call(call.id, call.name, call.input, place=at)
-
-
-def _result_text(block: ToolResultBlock, place: str) -> str:
-    if block.content is None or isinstance(block.content, str):
-        return block.content or ""
-    texts: list[str] = []
-    for number, part in enumerate(block.content):
-        texts += [part.text] if isinstance(part, TextBlock) else _other_text(part, f"{place}.content.{number}")
-    return JOINED.join(texts)
-
-
-def _other_text(block: OtherBlock, place: str) -> list[str]:
-    """Return the text of a block of another type.
-
-    Raises:
-        InvalidRequestError: it has none that can be read.
-    """
-    if block.type in IGNORED_BLOCKS:
-        return []
-    source = (block.model_extra or {}).get("source")
-    if block.type == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return [str(source.get("data") or "")]
-    what = "images and other files" if block.type in ("image", "document") else f"blocks of the type {block.type!r:.80}"
-    raise InvalidRequestError(
-        f"{place}: {what} cannot be read by this server; send text, tool_use, tool_result or thinking", param=place
-    )
 
 
 # Answers

@@ -36,7 +36,7 @@ from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import Delta, GenerationReport, ToolCallDelta, merge_tool_calls
 from lmx_lab.weights.files import in_thread
 from lmx_lab.wire.base import ANY_MODEL, UNLIMITED
-from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.chat import ChatRequest, OtherContent, TextContent
 from lmx_lab.wire.errors import ErrorDetail, validated
 from lmx_lab.wire.ollama import (
     OllamaBody,
@@ -68,6 +68,7 @@ NAMES = FieldNames(
         "response_format": "format",
         "reasoning_effort": "think",
         "chat_template_kwargs": "think",
+        "messages.*.content.*": "messages.*.images",
         "max_tokens": "options.num_predict",
         "repetition_penalty": "options.repeat_penalty",
         **{name: f"options.{name}" for name in (*OPTIONS, "seed", "stop")},
@@ -283,13 +284,15 @@ def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
         )
     converted, calls = [], OpenCalls()
     for message in messages:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        content: Any = message.content or ""
+        if message.images:
+            parts = [TextContent(type="text", text=content)] if isinstance(content, str) else content
+            content = [*parts, *[OtherContent(type="image") for _ in message.images]]
+        fields: dict[str, Any] = {"role": message.role, "content": content}
         if message.role == "tool":
             fields["tool_call_id"] = calls.answered_by(message)
         elif message.tool_calls:
             fields["tool_calls"] = calls.begin(message)
-        else:
-            calls.clear()
         if message.thinking and message.role == "assistant":
             fields["reasoning_content"] = message.thinking
         converted.append(fields)
@@ -303,10 +306,6 @@ class OpenCalls:
         self._names: dict[str, str] = {}
         """Names of the functions by the id of the call."""
         self._count = 0
-
-    def clear(self) -> None:
-        """Remove all calls."""
-        self._names = {}
 
     def begin(self, message: OllamaMessage) -> list[dict[str, Any]]:
         """Return the calls of an answer in the chat format, each with an id."""

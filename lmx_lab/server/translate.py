@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
@@ -22,9 +22,10 @@ from lmx_lab.engine import (
 )
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.server.convert import ConvertedMessage, content_texts, placeholder
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.base import ANY_MODEL
-from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats
+from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats, TextContent
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, TextFormat
 from lmx_lab.wire.generation import (
@@ -35,7 +36,7 @@ from lmx_lab.wire.generation import (
     Timings,
     Usage,
 )
-from lmx_lab.wire.tools import NamedToolChoice, format_names
+from lmx_lab.wire.tools import AllowedToolsChoice, NamedToolChoice, chosen_names, format_names, unique_functions
 
 LOWEST_LOGPROB = -9999.0
 """The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
@@ -43,19 +44,24 @@ GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p"
 """Parameters of a greedy request: no token needs to be removed."""
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+T = TypeVar("T")
 
 
 def generation_request(request: ChatRequest) -> GenerationRequest:
     """Convert a chat request to the engine's request.
 
     Raises:
-        InvalidRequestError: a ``tool`` message does not answer a tool call.
+        InvalidRequestError: a ``tool`` message does not answer a tool call, or the newest message of the user has a
+            part that is not text.
     """
-    _check_history(request.messages)
     tools, choice = None, request.tool_choice
-    if request.tools and choice != "none":
+    functions = unique_functions(request.tools or ())
+    if functions and choice != "none":
         only = choice.function.name if isinstance(choice, NamedToolChoice) else None
-        functions = [tool.function for tool in request.tools]
+        forced = only is not None or choice == "required"
+        if isinstance(choice, AllowedToolsChoice):
+            functions = {name: functions[name] for name in chosen_names(choice)}
+            forced = choice.allowed_tools.mode == "required"
         tools = ToolUse(
             tools=tuple(
                 Tool(
@@ -63,9 +69,9 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
                     description=each.description,
                     parameters=NO_ARGUMENTS if each.parameters is None else each.parameters,
                 )
-                for each in functions
+                for each in functions.values()
             ),
-            forced=only is not None or choice == "required",
+            forced=forced,
             only=only,
             parallel=request.parallel_tool_calls is not False,
         )
@@ -73,7 +79,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
     off = {"enable_thinking": False} if request.reasoning_effort == "none" else {}
     return GenerationRequest(
         prompt=ChatPrompt(
-            messages=tuple(_message(message) for message in request.messages),
+            messages=tuple(_messages(request.messages)),
             tools=tools,
             template_options={**effort, **off, **(request.chat_template_kwargs or {})},
         ),
@@ -156,9 +162,32 @@ def _sampling(request: CompatibleFields, *, temperature: float) -> Sampling:
     )
 
 
-def _message(message: ChatMessage) -> Mapping[str, Any]:
-    content = message.content
-    text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:
+    """Yield the messages for the chat template. Results of tools follow the message with their calls, as templates
+    expect it, even if the client has sent other messages between them.
+    """
+    newest = max([number for number, message in enumerate(messages) if message.role == "user"], default=-1)
+    groups: list[list[Mapping[str, Any]]] = []
+    calls: dict[str, list[Mapping[str, Any]] | None] = {}
+    """The group of the message with each call; None if the call has a result."""
+    for number, message in enumerate(messages):
+        converted = _message(message, asked_at=f"messages.{number}.content" if number == newest else None)
+        if message.role != "tool":
+            groups.append([converted])
+            calls |= dict.fromkeys([call.id for call in message.tool_calls or ()], groups[-1])
+            continue
+        place = message.place if isinstance(message, ConvertedMessage) else f"messages.{number}.tool_call_id"
+        _called_in(calls, message.tool_call_id, place).append(converted)
+        calls[str(message.tool_call_id)] = None
+    return chain.from_iterable(groups)
+
+
+def _message(message: ChatMessage, *, asked_at: str | None) -> Mapping[str, Any]:
+    texts = content_texts(message.content or message.refusal or "", asked_at=asked_at)
+    if message.audio is not None and not message.content:
+        texts.append(placeholder("audio"))
+    is_text = isinstance(message.content, str) or all(isinstance(part, TextContent) for part in message.content or ())
+    text = ("" if is_text else "\n").join([text for text in texts if text])
     # Chat templates use the role "system"; "developer" is its newer name in the chat format.
     converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
     if message.tool_calls:
@@ -178,36 +207,26 @@ def _message(message: ChatMessage) -> Mapping[str, Any]:
     return converted | {name: value for name, value in others.items() if value is not None}
 
 
-def _check_history(messages: Sequence[ChatMessage]) -> None:
-    """Check that each tool message answers a call of the preceding assistant message, and that no two answer the same.
+def _called_in(calls: Mapping[str, T | None], given: str | None, place: str) -> T:
+    """Return the value of the call that a result names.
 
     Raises:
-        InvalidRequestError: a tool message does not; the error names it.
+        InvalidRequestError: the result does not answer an earlier call, or the call has a result; the error names the
+            place.
     """
-    # The ids of the calls in the preceding assistant message, and whether each is answered.
-    calls: dict[str, bool] = {}
-    for number, message in enumerate(messages):
-        given = message.tool_call_id
-        if message.role != "tool":
-            calls = {call.id: False for call in message.tool_calls or ()}
-            continue
-        if given is not None and not calls.get(given, True):
-            calls[given] = True
-            continue
-        if not calls:
-            what = "is missing" if given is None else f"{given[:80]!r:.80} does not answer a call"
-            problem = (
-                f"{what}; a tool message must follow an assistant message with tool_calls, and none precedes this one"
-            )
-        elif given is None:
-            problem = f"is missing; the calls before this message are {format_names(list(calls))}"
-        elif given in calls:
-            problem = f"{given[:80]!r:.80} was answered by an earlier message; send one tool message for each call"
-        else:
-            known = format_names(list(calls))
-            problem = f"{given[:80]!r:.80} is not one of the calls before this message, which are {known}"
-        place = f"messages.{number}.tool_call_id"
-        raise InvalidRequestError(f"{place}: {problem}", param=place)
+    if given is not None and (called := calls.get(given)) is not None:
+        return called
+    unanswered = format_names([name for name, called in calls.items() if called is not None]) or "none"
+    if not calls:
+        what = "is missing" if given is None else f"{given[:80]!r:.80} does not answer a call"
+        problem = f"{what}; a result must follow the assistant's message with its call (tool_calls), and there is none"
+    elif given is None:
+        problem = f"is missing; calls before this message without a result: {unanswered}"
+    elif given in calls:
+        problem = f"{given[:80]!r:.80} was answered by an earlier message; send one result for each call"
+    else:
+        problem = f"{given[:80]!r:.80} does not answer a call; calls before this message without a result: {unanswered}"
+    raise InvalidRequestError(f"{place}: {problem}", param=place)
 
 
 def _answer_format(request: CompatibleFields) -> AnswerFormat | None:

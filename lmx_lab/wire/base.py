@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -103,6 +104,25 @@ class LenientModel(BodyModel):
     def unknown(self) -> list[str]:
         """Names of the given fields that the format does not have. A field whose value is null is not given."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+
+class OtherModel(LenientModel):
+    """A part of a request whose type the format does not define. Its fields depend on the type."""
+
+    type: NonEmpty
+
+
+def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the unknown fields of a body and of all of its parts, without the indices of lists."""
+    if isinstance(value, list):
+        for part in value:
+            yield from unknown_fields(part, path)
+    elif isinstance(value, BaseModel) and not isinstance(value, OtherModel):
+        names = value.unknown if isinstance(value, LenientModel) else ()
+        yield from (f"{path}{name}" for name in names)
+        for name in type(value).model_fields:
+            if isinstance(inner := getattr(value, name), list | BaseModel):
+                yield from unknown_fields(inner, f"{path}{name}.")
 
 
 def request_class(name: str) -> type[RequestModel] | None:

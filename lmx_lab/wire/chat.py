@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -9,9 +10,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     FailFast,
     Field,
     JsonValue,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -21,20 +24,32 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.values.outputs import FinishReason
-from lmx_lab.wire.base import WHOLE, Alternatives, Neutral, RequestModel, Temperature, TokenLimit
+from lmx_lab.wire.base import (
+    WHOLE,
+    Alternatives,
+    LenientModel,
+    Neutral,
+    OtherModel,
+    Temperature,
+    TokenLimit,
+    unknown_fields,
+)
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.formats import ResponseFormat
+from lmx_lab.wire.formats import ResponseFormat, json_text
 from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
 from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import (
     PART_LIMIT,
     AnswerToolCall,
+    FunctionTool,
     MessageToolCalls,
     ToolCallChunk,
     ToolChoice,
     Tools,
     check_choice,
     check_counts,
+    tag,
+    unique_functions,
 )
 
 MESSAGE_LIMIT = 4096
@@ -59,15 +74,36 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-class TextPart(RequestModel):
-    """A part of a message's content."""
+TEXT_TAGS = dict.fromkeys(("text", "input_text", "output_text", "summary_text", "reasoning_text"), "text")
 
-    type: Literal["text"]
+
+class TextContent(LenientModel):
+    """Text of a message, of the result of a tool or of reasoning. The chat format calls all of them ``text``."""
+
+    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
     text: str
 
 
+class OtherContent(OtherModel):
+    """A part of any other type, such as an image. Models of this server cannot see it."""
+
+
+Content = Annotated[
+    Annotated[TextContent, Tag("dict[text]")] | Annotated[OtherContent, Tag("dict[other]")],
+    Discriminator(lambda value: tag(value, TEXT_TAGS)),
+]
 # A named type, because members of a union must be hashable, and FailFast is not.
-TextParts = TypeAliasType("TextParts", Annotated[list[TextPart], FailFast(), Field(max_length=PART_LIMIT)])
+Contents = TypeAliasType("Contents", Annotated[list[Content], FailFast(), Field(max_length=PART_LIMIT)])
+
+
+def result_text(value: Any) -> Any:
+    """Return the result of a tool that is neither a text nor a list of parts as JSON, since some clients send data."""
+    is_data = isinstance(value, list) and not all(
+        isinstance(part, BaseModel) or (isinstance(part, dict) and "type" in part) for part in value
+    )
+    return json_text(value) if is_data or isinstance(value, dict | int | float) else value
+
+
 # The content of an assistant's message may be missing if it has tool calls.
 CONTENT_OR_CALLS: JsonDict = {
     "anyOf": [
@@ -77,13 +113,13 @@ CONTENT_OR_CALLS: JsonDict = {
 }
 
 
-class ChatMessage(RequestModel):
+class ChatMessage(LenientModel):
     """A message of the conversation."""
 
     model_config = ConfigDict(json_schema_extra=CONTENT_OR_CALLS)
 
     role: Role
-    content: str | TextParts | None = None
+    content: str | Contents | None = None
     name: str | None = None
     tool_calls: MessageToolCalls | None = None
     """Only in messages of the assistant."""
@@ -94,10 +130,10 @@ class ChatMessage(RequestModel):
     reasoning: str | None = None
     """The same as ``reasoning_content``, which takes precedence, under the name in newer versions of vLLM."""
 
-    # Fields in answers of other servers, so that a history can be sent unchanged. Only values without effect are valid.
-    refusal: Annotated[Any, Neutral("refusals outside the content")] = None
-    audio: Annotated[Any, NO_AUDIO] = None
-    annotations: Annotated[Any, Neutral("annotations", ([],))] = None
+    refusal: str | None = None
+    """Only in messages of the assistant: the text of an answer that refuses."""
+    audio: Any = None
+    """Only in messages of the assistant: an answer as audio, which the model does not hear."""
     function_call: Annotated[Any, Neutral("function calls in messages (send tool_calls, which replaced them)")] = None
     # openai-python's ``parse`` adds this field to an answer; it repeats the content.
     parsed: Any = None
@@ -107,9 +143,16 @@ class ChatMessage(RequestModel):
         """The reasoning, under either name."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _read_result(cls, value: Any, info: ValidationInfo) -> Any:
+        # The result of a tool can be any JSON value in some clients.
+        return result_text(value) if info.data.get("role") == "tool" else value
+
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        answer = self.tool_calls or self.effective_reasoning or self.refusal or self.audio
+        if "content" not in self.model_fields_set and not answer:
             raise ValueError("content is missing")
         return self
 
@@ -185,6 +228,17 @@ class ChatRequest(CompatibleFields):
     web_search_options: Annotated[Any, Neutral("web searches")] = None
     moderation: Annotated[Any, Neutral("moderations")] = None
 
+    def ignored(self) -> Iterator[str]:
+        """Yield the names of the fields that have no effect."""
+        yield from super().ignored()
+        yield from unknown_fields(self)
+        kept = unique_functions(self.tools or ())
+        for tool in self.tools or ():
+            if not isinstance(tool, FunctionTool):
+                yield f"tools.{tool.type}"
+            elif kept[tool.function.name] is not tool.function:
+                yield f"tools.{tool.function.name}"
+
     @field_validator("top_logprobs")
     @classmethod
     def _check_top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -205,7 +259,7 @@ class ChatRequest(CompatibleFields):
     def _check_tool_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
         # Errors in the tools are reported first.
         if "tools" in info.data:
-            check_choice(value, info.data["tools"] or ())
+            check_choice(value, unique_functions(info.data["tools"] or ()))
         if value not in (None, "none", "auto") and info.data.get("ignore_eos"):
             raise ValueError(f"forces a call, {ENDLESS}")
         return value

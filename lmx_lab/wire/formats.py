@@ -29,8 +29,8 @@ PATTERN_CHARACTERS = 65_536
 """Largest size of a regular expression or a grammar."""
 GBNF_CHARACTERS = 16_384
 """Largest size of a grammar in GBNF, which takes up to 50 ms to convert."""
-NAME_CHARACTERS = 64
-NAME_SHAPE = re.compile(r"[a-zA-Z0-9_-]+")
+NAME_CHARACTERS = 128
+NAME_SHAPE = re.compile(r"[a-zA-Z0-9_./:-]+")
 KINDS = {str: "a string", int: "a number", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
 
@@ -71,7 +71,7 @@ def _check_name(name: str) -> str:
     if len(name) > NAME_CHARACTERS:
         raise ValueError(f"has {len(name):,} characters, the limit is {NAME_CHARACTERS}; give a shorter name")
     if not NAME_SHAPE.fullmatch(name):
-        raise ValueError("may contain only letters (a to z, A to Z), digits, underscores and hyphens; rename it")
+        raise ValueError("may contain only letters (a to z, A to Z), digits and the characters _ - . / : ; rename it")
     return name
 
 
@@ -149,7 +149,7 @@ class JsonObjectFormat(RequestModel):
 class NamedSchema(RequestModel):
     """A JSON schema with a name."""
 
-    name: Label
+    name: Label | None = None
     """Not used. Clients may send the name of a generic class."""
     schema_: JsonSchema = Field(alias="schema")
     """JSON schema, draft 2020-12."""

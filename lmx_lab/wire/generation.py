@@ -6,7 +6,7 @@ answer and are ignored, and some are accepted only with values without effect. `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, FailFast, Field, WithJsonSchema, model_validator
@@ -154,10 +154,10 @@ class Hints(RequestModel):
     models: Hint = None
     route: Hint = None
 
-    def ignored(self) -> list[str]:
-        """Return the names of the given hints."""
+    def ignored(self) -> Iterator[str]:
+        """Yield the names of the given hints."""
         given = self.model_fields_set
-        return [name for name in Hints.model_fields if name in given and getattr(self, name) is not None]
+        yield from (name for name in Hints.model_fields if name in given and getattr(self, name) is not None)
 
 
 class CompatibleFields(GenerationFields, Hints):

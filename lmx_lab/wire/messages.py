@@ -9,14 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, JsonValue, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, LenientModel, NonEmpty, Probability, Stops
-from lmx_lab.wire.chat import MESSAGE_LIMIT
+from lmx_lab.wire.base import (
+    ANY_MODEL,
+    WHOLE,
+    AnyModel,
+    LenientModel,
+    NonEmpty,
+    OtherModel,
+    Probability,
+    Stops,
+    unknown_fields,
+)
+from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
 from lmx_lab.wire.formats import JsonSchema, Name
 from lmx_lab.wire.limits import FEW_VALUES
-from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema
+from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, tag
 
 
 class TextBlock(LenientModel):
@@ -42,20 +62,8 @@ class ToolUseBlock(LenientModel):
     input: Annotated[dict[str, JsonValue], FEW_VALUES]
 
 
-class OtherBlock(LenientModel):
-    """A block of any other type. Which of them are ignored, and which are refused, depends on the type."""
-
-    type: NonEmpty
-
-
-ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("dict[text]")] | Annotated[OtherBlock, Tag("dict[other]")],
-    Discriminator(lambda value: _kind(value, ("text",))),
-]
-
-
-# Named types, because members of a union must be hashable, and FailFast is not.
-ResultBlocks = TypeAliasType("ResultBlocks", Annotated[list[ResultBlock], FailFast(), Field(max_length=PART_LIMIT)])
+class OtherBlock(OtherModel):
+    """A block of any other type, such as an image. Which of them are ignored depends on the type."""
 
 
 class ToolResultBlock(LenientModel):
@@ -63,23 +71,20 @@ class ToolResultBlock(LenientModel):
 
     type: Literal["tool_result"]
     tool_use_id: NonEmpty
-    content: str | ResultBlocks | None = None
+    content: Annotated[str | Contents | None, BeforeValidator(result_text)] = None
     is_error: bool | None = None
 
 
-def _kind(value: Any, kinds: tuple[str, ...]) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"dict[{kind if kind in kinds else 'other'}]"
-
-
+BLOCK_TAGS = {kind: kind for kind in ("text", "thinking", "tool_use", "tool_result")}
 Block = Annotated[
     Annotated[TextBlock, Tag("dict[text]")]
     | Annotated[ThinkingBlock, Tag("dict[thinking]")]
     | Annotated[ToolUseBlock, Tag("dict[tool_use]")]
     | Annotated[ToolResultBlock, Tag("dict[tool_result]")]
     | Annotated[OtherBlock, Tag("dict[other]")],
-    Discriminator(lambda value: _kind(value, ("text", "thinking", "tool_use", "tool_result"))),
+    Discriminator(lambda value: tag(value, BLOCK_TAGS)),
 ]
+# Named types, because members of a union must be hashable, and FailFast is not.
 Blocks = TypeAliasType("Blocks", Annotated[list[Block], FailFast(), Field(max_length=PART_LIMIT)])
 SystemBlocks = TypeAliasType("SystemBlocks", Annotated[list[TextBlock], FailFast(), Field(max_length=PART_LIMIT)])
 
@@ -167,14 +172,10 @@ class CountRequest(LenientModel):
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
-        yield from self.unknown
+        yield from unknown_fields(self)
         for tool in self.tools or ():
             if tool.input_schema is None:
                 yield f"tools.{tool.name}"
-        if self.thinking is not None:
-            yield from (f"thinking.{name}" for name in self.thinking.unknown)
-        if self.output_config is not None:
-            yield from (f"output_config.{name}" for name in self.output_config.unknown)
 
 
 class MessagesRequest(CountRequest):

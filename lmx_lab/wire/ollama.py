@@ -41,13 +41,14 @@ from lmx_lab.wire.base import (
     Stop,
     Stops,
     Temperature,
+    unknown_fields,
 )
-from lmx_lab.wire.chat import MESSAGE_LIMIT
+from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents
 from lmx_lab.wire.completions import shape_of
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.formats import Name, kind_of
 from lmx_lab.wire.limits import FEW_VALUES
-from lmx_lab.wire.tools import CALL_LIMIT, TOOL_LIMIT
+from lmx_lab.wire.tools import CALL_LIMIT, PART_LIMIT, TOOL_LIMIT
 
 NO_VISION = Neutral("images (the models of this server have no vision; send text only)", ([],))
 DURATION = re.compile(r"(?P<sign>[-+]?)(?P<parts>(?:(?:\d+\.?\d*|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
@@ -151,11 +152,9 @@ class OllamaBody(LenientModel):
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields and options that have no effect."""
-        yield from self.unknown
+        yield from unknown_fields(self)
         if self.keep_alive is not None and self.has_prompt:
             yield "keep_alive"
-        if self.options is not None:
-            yield from (f"options.{name}" for name in self.options.unknown)
 
 
 class OllamaGenerationBody(OllamaBody):
@@ -189,14 +188,18 @@ class OllamaCall(LenientModel):
 OllamaCalls = TypeAliasType("OllamaCalls", Annotated[list[OllamaCall], FailFast(), Field(max_length=CALL_LIMIT)])
 
 
+OllamaImages = TypeAliasType("OllamaImages", Annotated[list[str], FailFast(), Field(max_length=PART_LIMIT)])
+
+
 class OllamaMessage(LenientModel):
     """A message of the conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
+    content: str | Contents | None = None
     thinking: str | None = None
     """The model's reasoning in an earlier answer."""
-    images: Annotated[Any, NO_VISION] = None
+    images: OllamaImages | None = None
+    """The model does not see them. They are refused in the newest message of the user."""
     tool_calls: OllamaCalls | None = None
     tool_name: str | None = None
     """In messages of a tool: the function whose result this is."""

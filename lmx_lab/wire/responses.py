@@ -6,7 +6,7 @@ no effect here. These are ignored, unlike in the chat format, and named in the h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -30,13 +30,15 @@ from lmx_lab.wire.base import (
     LenientModel,
     Neutral,
     NonEmpty,
+    OtherModel,
     Penalty,
     Probability,
     Temperature,
+    unknown_fields,
 )
-from lmx_lab.wire.chat import MESSAGE_LIMIT
+from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
 from lmx_lab.wire.formats import Name, Pattern
-from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, check_argument_texts
+from lmx_lab.wire.tools import TOOL_LIMIT, HostedTool, ParameterSchema, check_argument_texts, tag
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that requests log-probabilities."""
@@ -46,36 +48,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 """Values of ``reasoning.effort`` that the chat format has."""
 
 
-def _tag(value: Any, tags: Mapping[str, str], default: str | None = None) -> str:
-    """Return the tag of a member of a union. With its brackets, it is not shown in errors."""
-    given = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-    return f"dict[{tags.get(given, 'other') if isinstance(given, str) else 'other'}]"
-
-
 # Input items
-
-TEXT_TAGS = dict.fromkeys(("input_text", "output_text", "text", "summary_text", "reasoning_text"), "text")
-
-
-class TextContent(LenientModel):
-    """Text of a message, of the output of a tool or of reasoning."""
-
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-    text: str
-
-
-class OtherContent(LenientModel):
-    """A part of any other type. A refusal is read as text; images, files and unknown types are refused."""
-
-    type: NonEmpty
-
-
-Content = Annotated[
-    Annotated[TextContent, Tag("dict[text]")] | Annotated[OtherContent, Tag("dict[other]")],
-    Discriminator(lambda value: _tag(value, TEXT_TAGS)),
-]
-# A named type, because members of a union must be hashable, and FailFast is not.
-Contents = TypeAliasType("Contents", Annotated[list[Content], FailFast(), Field(max_length=PART_LIMIT)])
 
 
 class MessageItem(LenientModel):
@@ -112,7 +85,7 @@ class CallOutputItem(LenientModel):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NonEmpty
-    output: str | Contents
+    output: Annotated[str | Contents, BeforeValidator(result_text)]
 
 
 class ReasoningItem(LenientModel):
@@ -131,10 +104,8 @@ class CompactionItem(LenientModel):
     encrypted_content: str
 
 
-class OtherItem(LenientModel):
-    """An item of any other type. Which of them are ignored, and which are refused, depends on the type."""
-
-    type: NonEmpty
+class OtherItem(OtherModel):
+    """An item of any other type. Which of them are ignored, depends on the type."""
 
 
 ITEM_TAGS = {
@@ -151,7 +122,7 @@ ITEM_TAGS = {
 def _item_tag(value: Any) -> str:
     # An item without a type is a message.
     default = "message" if isinstance(value, dict) and "role" in value else None
-    return _tag(value, ITEM_TAGS, default)
+    return tag(value, ITEM_TAGS, default)
 
 
 InputItem = Annotated[
@@ -217,18 +188,12 @@ class CustomTool(LenientModel):
     format: Annotated[InputText | InputGrammar, Discriminator("type")] | None = None
 
 
-class HostedTool(LenientModel):
-    """A tool of any other type, which runs on OpenAI's servers. It is ignored."""
-
-    type: NonEmpty
-
-
 TOOL_TAGS = {"function": "function", "custom": "custom"}
 GroupedTool = Annotated[
     Annotated[FlatFunction, Tag("dict[function]")]
     | Annotated[CustomTool, Tag("dict[custom]")]
     | Annotated[HostedTool, Tag("dict[other]")],
-    Discriminator(lambda value: _tag(value, TOOL_TAGS)),
+    Discriminator(lambda value: tag(value, TOOL_TAGS)),
 ]
 
 
@@ -246,7 +211,7 @@ ResponseTool = Annotated[
     | Annotated[CustomTool, Tag("dict[custom]")]
     | Annotated[ToolNamespace, Tag("dict[namespace]")]
     | Annotated[HostedTool, Tag("dict[other]")],
-    Discriminator(lambda value: _tag(value, {**TOOL_TAGS, "namespace": "namespace"})),
+    Discriminator(lambda value: tag(value, {**TOOL_TAGS, "namespace": "namespace"})),
 ]
 ResponseTools = TypeAliasType("ResponseTools", Annotated[list[ResponseTool], FailFast(), Field(max_length=TOOL_LIMIT)])
 
@@ -364,18 +329,14 @@ class ResponsesRequest(LenientModel):
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
         yield from (name for name in WITHOUT_EFFECT if getattr(self, name) is not None)
-        yield from self.unknown
+        yield from unknown_fields(self)
         for tool in self.tools or ():
             if isinstance(tool, HostedTool):
                 yield f"tools.{tool.type}"
             elif isinstance(tool, ToolNamespace):
                 yield from (f"tools.{tool.name}.{each.type}" for each in tool.tools if isinstance(each, HostedTool))
-        if self.reasoning is not None:
-            yield from (f"reasoning.{name}" for name in self.reasoning.unknown)
-            if self.reasoning.effort not in (None, *EFFORTS):
-                yield "reasoning.effort"
-        if self.text is not None:
-            yield from (f"text.{name}" for name in self.text.unknown)
+        if self.reasoning is not None and self.reasoning.effort not in (None, *EFFORTS):
+            yield "reasoning.effort"
         yield from (f"include.{name}" for name in self.include or () if name != LOGPROBS)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,7 +20,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import MEMBER_LIMIT
-from lmx_lab.wire.base import WHOLE, NonEmpty, RequestModel
+from lmx_lab.wire.base import WHOLE, LenientModel, NonEmpty, OtherModel
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
 from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, Structure
 
@@ -62,7 +62,7 @@ ParameterSchema = TypeAliasType(
 """JSON schema of the arguments of a function, in formats whose requests are converted to the chat format."""
 
 
-class FunctionDefinition(RequestModel):
+class FunctionDefinition(LenientModel):
     """A function that the model can call."""
 
     name: Name
@@ -76,20 +76,29 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = None
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(LenientModel):
     """A tool."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-def _check_tools(tools: list[FunctionTool]) -> list[FunctionTool]:
-    seen: dict[str, int] = {}
+class HostedTool(OtherModel):
+    """A tool of any other type, which runs on the servers of a service. It is ignored."""
+
+
+def tag(value: Any, tags: Mapping[str, str], default: str | None = None) -> str:
+    """Return the tag of a member of a union by its ``type``. With its brackets, it is not shown in errors."""
+    given = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    return f"dict[{tags.get(given, 'other') if isinstance(given, str) else 'other'}]"
+
+
+def _check_tools(tools: list[FunctionTool | HostedTool]) -> list[FunctionTool | HostedTool]:
     characters = 0
     for number, tool in enumerate(tools):
+        if isinstance(tool, HostedTool):
+            continue
         name, parameters = tool.function.name, tool.function.parameters
-        if (first := seen.setdefault(name, number)) != number:
-            raise ValueError(f"number {first} and number {number} are both named {name!r}; names must be unique")
         try:
             characters += len(json_text(parameters)) if parameters is not None else 0
         except ValueError as exc:
@@ -104,63 +113,125 @@ def _check_tools(tools: list[FunctionTool]) -> list[FunctionTool]:
 
 # Named types, here and for the calls below, for the reason given above TokenIds in wire.completions.
 Tools = TypeAliasType(
-    "Tools", Annotated[list[FunctionTool], FailFast(), Field(max_length=TOOL_LIMIT), AfterValidator(_check_tools)]
+    "Tools",
+    Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, Tag("dict[function]")] | Annotated[HostedTool, Tag("dict[other]")],
+                Discriminator(lambda value: tag(value, {"function": "function"})),
+            ]
+        ],
+        FailFast(),
+        Field(max_length=TOOL_LIMIT),
+        AfterValidator(_check_tools),
+    ],
 )
+
+
+def unique_functions(tools: Iterable[FunctionTool | HostedTool]) -> dict[str, FunctionDefinition]:
+    """Return the functions by their name. Of several with the same name, as of two MCP servers, the first counts."""
+    functions: dict[str, FunctionDefinition] = {}
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            functions.setdefault(tool.function.name, tool.function)
+    return functions
 
 
 # The choice
 
 
-class FunctionName(RequestModel):
+class FunctionName(LenientModel):
     """The name of a function."""
 
     name: NonEmpty
 
 
-def _check_choice_type(kind: Any) -> Any:
-    if kind == "allowed_tools":
-        raise ValueError("allowed_tools is not supported; send only the allowed tools, with auto or required")
-    return kind
-
-
-class NamedToolChoice(RequestModel):
+class NamedToolChoice(LenientModel):
     """A tool choice that names the function to call."""
 
-    type: Annotated[Literal["function"], BeforeValidator(_check_choice_type)]
+    type: Literal["function"]
     function: FunctionName
 
 
+class AllowedTools(LenientModel):
+    """The functions that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedToolChoice], FailFast(), Field(min_length=1, max_length=TOOL_LIMIT)]
+
+
+class AllowedToolsChoice(LenientModel):
+    """A tool choice that allows some of the functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _read_choice(choice: Any) -> Any:
+    """Return a choice in this format that is spelled as by Mistral, by Anthropic or in the Responses format."""
+    match choice:
+        case "any" | {"type": "any" | "required"}:
+            return "required"
+        case {"type": "auto" | "none" as kind}:
+            return kind
+        case {"type": "tool" | "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "allowed_tools": {"tools": list(tools)} as allowed}:
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {**allowed, "tools": [_read_choice(each) for each in tools]},
+            }
+        case {"type": "allowed_tools", "tools": list()}:
+            allowed = {name: value for name, value in choice.items() if name != "type"}
+            return _read_choice({"type": "allowed_tools", "allowed_tools": allowed})
+    return choice
+
+
 def _choice_shape(choice: Any) -> str | None:
-    return "str" if isinstance(choice, str) else "dict[function]" if isinstance(choice, dict) else None
+    if not isinstance(choice, dict):
+        return "str" if isinstance(choice, str) else None
+    return "dict[allowed_tools]" if choice.get("type") == "allowed_tools" else "dict[function]"
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedToolChoice, Tag("dict[function]")],
+    Annotated[Literal["none", "auto", "required"], Tag("str")]
+    | Annotated[NamedToolChoice, Tag("dict[function]")]
+    | Annotated[AllowedToolsChoice, Tag("dict[allowed_tools]")],
     Discriminator(
         _choice_shape,
         custom_error_type="tool_choice_shape",
         custom_error_message="must be 'none', 'auto', 'required' or an object that names a function, "
         'such as {"type": "function", "function": {"name": "..."}}',
     ),
+    BeforeValidator(_read_choice),
 ]
 
 
-def check_choice(choice: NamedToolChoice | str | None, tools: Sequence[FunctionTool]) -> None:
-    """Check that the function to call exists.
+def check_choice(
+    choice: NamedToolChoice | AllowedToolsChoice | str | None, functions: Mapping[str, FunctionDefinition]
+) -> None:
+    """Check that the functions that the choice names exist.
 
     Raises:
         ValueError: it does not.
     """
     if choice in (None, "none", "auto"):
         return
-    if not tools:
-        required = repr(choice) if isinstance(choice, str) else f"the function {choice.function.name[:80]!r:.80}"
+    named = chosen_names(choice)
+    if not functions:
+        required = f"the function {named[0][:80]!r:.80}" if named else repr(choice)
         raise ValueError(f"is {required}, but there are no tools; send tools, or leave tool_choice out")
-    if isinstance(choice, NamedToolChoice):
-        names = [tool.function.name for tool in tools]
-        if choice.function.name not in names:
-            named = choice.function.name[:80]
-            raise ValueError(f"names {named!r:.80}, which is not in tools; tools contains {format_names(names)}")
+    for name in named:
+        if name not in functions:
+            known = format_names(list(functions))
+            raise ValueError(f"names {name[:80]!r:.80}, which is not in tools; tools contains {known}")
+
+
+def chosen_names(choice: NamedToolChoice | AllowedToolsChoice | str | None) -> list[str]:
+    """Return the names of the functions that a choice allows; none if it allows all."""
+    if isinstance(choice, AllowedToolsChoice):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return [choice.function.name] if isinstance(choice, NamedToolChoice) else []
 
 
 # In a history
@@ -171,33 +242,37 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 def read_arguments(given: Any) -> Any:
     """Read the arguments of a call. In the format they are JSON as a text, which is parsed only here.
 
+    A text that is not a JSON object is returned unchanged, because an answer that was cut off at ``max_tokens`` ends
+    with a part of an object, and the conversation has to remain usable.
+
     Raises:
-        ValueError: they are not an object.
+        ValueError: they are neither a text nor an object.
     """
     value = given
     if isinstance(given, str):
         try:
-            value = _JSON.validate_json(given) if given.strip() else {}
-        except ValidationError as exc:
-            reason = exc.errors()[0]["msg"].removeprefix("Invalid JSON: ")
-            raise ValueError(f"is not JSON, {reason}; it must be the text of a JSON object") from exc
+            value = (_JSON.validate_json(given) if given.strip() else None) or {}
+        except ValidationError:
+            return given
+        if not isinstance(value, dict):
+            return given
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, as an object or as its text; it is {kind_of(value)}")
+    if len(value) > VALUE_LIMIT:
+        raise ValueError(f"has {len(value):,} members, the limit is {VALUE_LIMIT:,}; send at most {VALUE_LIMIT:,}")
     if value is given:
         # Called for its error: an object from a notebook may contain anything.
         json_text(value)
     return value
 
 
-class CalledFunction(RequestModel):
+class CalledFunction(LenientModel):
     """The function of a call in a history."""
 
     name: NonEmpty
     arguments: Annotated[
-        dict[str, Any],
-        FailFast(),
-        Field(max_length=VALUE_LIMIT),
-        BeforeValidator(read_arguments),
+        Any,
+        AfterValidator(read_arguments),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
     ]
     """An object, or its JSON as in answers. An empty text means an empty object."""
@@ -206,7 +281,7 @@ class CalledFunction(RequestModel):
     parsed_arguments: Any = None
 
 
-class MessageToolCall(RequestModel):
+class MessageToolCall(LenientModel):
     """A call in a history."""
 
     id: NonEmpty

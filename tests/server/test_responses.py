@@ -11,7 +11,7 @@ from lmx_lab.wire.formats import NAME_CHARACTERS
 def test_names_in_namespaces_are_joined_and_stay_unique_if_they_are_too_long():
     assert chat_name("look", None) == chat_name("look", "") == "look"
     assert chat_name("look", "mcp__files") == chat_name("look", "mcp__files__") == "mcp__files__look"
-    names = {chat_name("x" * 60 + end, "mcp__files") for end in ("a", "b")}
+    names = {chat_name("x" * 120 + end, "mcp__files") for end in ("a", "b")}
     assert len(names) == 2
     assert {len(name) for name in names} == {NAME_CHARACTERS}
 

@@ -233,7 +233,6 @@ def test_each_format_is_translated_for_the_engine(given, kind, text):
         ({"type": "json_object", "schema": []}, "response_format.schema", ["an object", "a list"]),
         ({"type": "json_schema"}, "response_format.json_schema", ["required"]),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema.schema", ["required"]),
-        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name", ["required"]),
         (schema(None), "response_format.json_schema.schema", ["true or false", "null"]),
         (schema("{}"), "response_format.json_schema.schema", ["true or false", "a string"]),
         (schema(1.5), "response_format.json_schema.schema", ["a number"]),

@@ -63,8 +63,7 @@ def write_tools_as_text(
             results = []
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
         functions = [call["function"] for call in message.get("tool_calls") or ()]
-        calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
-        texts = [f"{START}\n{json.dumps(call, ensure_ascii=False)}\n{END}" for call in calls]
+        texts = [f"{START}\n{_written_call(function['name'], function['arguments'])}\n{END}" for function in functions]
         written.append({**rest, "content": "\n".join(filter(None, [rest["content"], *texts]))} if texts else rest)
     if results:
         written.append(_results_message(results))
@@ -78,6 +77,13 @@ def write_tools_as_text(
     if not system and first["role"] == "user":
         return [{**first, "content": f"{instructions}\n\n{first['content']}"}, *written[1:]]
     return [{"role": "system", "content": instructions}, *written]
+
+
+def _written_call(name: str, arguments: Any) -> str:
+    if not isinstance(arguments, str):
+        return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    # The call was cut off. It is shown as the model wrote it.
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}'
 
 
 def _results_message(results: list[str]) -> dict[str, Any]:

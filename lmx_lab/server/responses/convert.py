@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.convert import JOINED, ChatHistory, FieldNames, function_tool
+from lmx_lab.server.convert import ChatHistory, FieldNames, content_texts, function_tool, placeholder
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.errors import validated
@@ -26,12 +26,10 @@ from lmx_lab.wire.responses import (
     CallOutputItem,
     CompactionItem,
     CompactRequest,
-    Contents,
     CustomCallItem,
     CustomTool,
     FlatFunction,
     FunctionCallItem,
-    HostedTool,
     InputGrammar,
     InputItem,
     MessageItem,
@@ -39,12 +37,11 @@ from lmx_lab.wire.responses import (
     ReasoningItem,
     ResponsesRequest,
     ResponseTool,
-    TextContent,
     ToolNamespace,
     ToolReference,
     ToolSelection,
 )
-from lmx_lab.wire.tools import FunctionTool, read_arguments
+from lmx_lab.wire.tools import FunctionTool, HostedTool, read_arguments
 
 IGNORED_ITEMS = frozenset(
     {
@@ -134,11 +131,12 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS.get(given["type"], {}), **given}
 
 
-def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ConvertedRequest:
+def convert_request(body: ResponsesRequest, items: Sequence[InputItem], *, earlier: int = 0) -> ConvertedRequest:
     """Convert a request to the chat format.
 
     Args:
         items: The whole conversation: that of the previous response, and the input.
+        earlier: Number of items before the input.
 
     Raises:
         InvalidRequestError: an item or the tool choice cannot be read, or the request exceeds a limit of the chat
@@ -159,7 +157,7 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> Conve
             answer_format = {"type": answer_format.pop("type"), "json_schema": answer_format}
     history = ChatHistory()
     if body.instructions:
-        history.add("system", [body.instructions])
+        history.add("system", [body.instructions], place="instructions")
     forced = choice if isinstance(choice, CallableTool) else None
     if choice == "required" and len(offered.tools) == 1:
         forced = offered.tools[0]
@@ -169,8 +167,9 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem]) -> Conve
         kind = "regex" if grammar.syntax == "regex" else "grammar"
         answer_format = {"type": kind, kind: grammar.definition}
         described = f": {forced.definition.description}" if forced.definition.description else ""
-        history.add("system", [f"Call the tool {forced.name}{described}\nAnswer only with the input of the tool."])
-    _add_items(history, items)
+        rule = f"Call the tool {forced.name}{described}\nAnswer only with the input of the tool."
+        history.add("system", [rule], place="tool_choice")
+    _add_items(history, items, earlier)
     messages = history.messages()
     if not messages:
         raise InvalidRequestError("input: has no message; send a text, or an item of the type message", param="input")
@@ -214,49 +213,36 @@ def _chat_tools(offered: CallableTools, choice: CallableTool | str | None, *, pa
 # Items
 
 
-def _add_items(history: ChatHistory, items: Sequence[InputItem]) -> None:
-    calls: set[str] = set()
+def _add_items(history: ChatHistory, items: Sequence[InputItem], earlier: int) -> None:
+    users = [number for number, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
     for number, item in enumerate(items):
-        place = f"input.{number}"
+        place = f"input.{number - earlier}" if number >= earlier else "previous_response_id"
         match item:
             case MessageItem():
                 # Chat templates use the role "system"; "developer" is its newer name.
                 role = "system" if item.role == "developer" else item.role
-                history.add(role, _texts(item.content, f"{place}.content"))
+                asked_at = f"{place}.content" if number == max(users, default=-1) else None
+                history.add(role, content_texts(item.content, asked_at=asked_at), place=place)
             case ReasoningItem():
-                history.add("assistant", thoughts=_texts(item.content or item.summary or [], place))
+                history.add("assistant", thoughts=content_texts(item.content or item.summary or []), place=place)
             case FunctionCallItem():
-                calls.add(item.call_id)
-                try:
-                    arguments = read_arguments(item.arguments)
-                except ValueError as exc:
-                    raise InvalidRequestError(f"{place}.arguments: {exc}", param=f"{place}.arguments") from exc
-                history.add_call(item.call_id, chat_name(item.name, item.namespace), arguments, place=place)
+                name = chat_name(item.name, item.namespace)
+                history.add_call(item.call_id, name, read_arguments(item.arguments), place=place)
             case CustomCallItem():
-                calls.add(item.call_id)
                 name = chat_name(item.name, item.namespace)
                 history.add_call(item.call_id, name, {INPUT: item.input}, place=place)
             case CallOutputItem():
-                if item.call_id not in calls:
-                    raise InvalidRequestError(
-                        f"{place}.call_id: {item.call_id[:80]!r:.80} does not answer a call; send the call before its "
-                        "output, or the previous_response_id of the response with the call",
-                        param=f"{place}.call_id",
-                    )
-                history.add_result(item.call_id, JOINED.join(_texts(item.output, f"{place}.output")))
+                history.add_result(item.call_id, content_texts(item.output), place=f"{place}.call_id")
             case CompactionItem():
-                history.add("user", [read_summary(item.encrypted_content)])
+                history.add("user", [read_summary(item.encrypted_content)], place=place)
             case OtherItem() if item.type == "item_reference":
                 raise InvalidRequestError(
                     f"{place}: references to items are not supported; send the item itself, or previous_response_id",
                     param=place,
                 )
             case OtherItem() if item.type not in IGNORED_ITEMS:
-                raise InvalidRequestError(
-                    f"{place}: items of the type {item.type!r:.80} cannot be read by this server; send message, "
-                    "reasoning, function_call, custom_tool_call or their outputs",
-                    param=place,
-                )
+                role = "user" if item.type.endswith("_output") else "assistant"
+                history.add(role, [placeholder(item.type[:80])], place=place)
 
 
 def compaction(summary: str) -> dict[str, Any]:
@@ -273,29 +259,6 @@ def read_summary(content: str) -> str:
         text = ""
     # Other servers encrypt their summaries.
     return text if text.startswith(SUMMARY) else "[summary of an earlier conversation, not readable on this server]"
-
-
-def _texts(content: str | Contents, place: str) -> list[str]:
-    """Return the texts of a message, an output or a reasoning.
-
-    Raises:
-        InvalidRequestError: a part cannot be read.
-    """
-    if isinstance(content, str):
-        return [content]
-    texts: list[str] = []
-    for number, part in enumerate(content):
-        if isinstance(part, TextContent):
-            texts.append(part.text)
-            continue
-        refusal = (part.model_extra or {}).get("refusal")
-        if part.type != "refusal" or not isinstance(refusal, str):
-            is_file = part.type in ("input_image", "input_file", "input_audio", "image", "file")
-            what = "images and other files" if is_file else f"content of the type {part.type!r:.80}"
-            place = f"{place}.{number}"
-            raise InvalidRequestError(f"{place}: {what} cannot be read by this server; send text", param=place)
-        texts.append(refusal)
-    return texts
 
 
 # Tools
@@ -351,7 +314,8 @@ class CallableTools:
 
     def __init__(self, tools: Sequence[ResponseTool]) -> None:
         self.tools = list(_offered(tools))
-        self._by_chat_name = {tool.chat_name: tool for tool in self.tools}
+        # Of several tools with the same name, the first counts.
+        self._by_chat_name = {tool.chat_name: tool for tool in reversed(self.tools)}
 
     def called(self, name: str) -> CallableTool | None:
         """Return the tool that is called by this name in the chat format; None if there is none."""

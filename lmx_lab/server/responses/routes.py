@@ -152,9 +152,10 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
         InvalidRequestError: see ``convert_request``.
     """
     items = _conversation(body, previous)
+    earlier = len(items) - len(input_items(body))
     is_stored = body.store is not False
     return _Prepared(
-        request=convert_request(body, items),
+        request=convert_request(body, items, earlier=earlier),
         shared=shared_fields(body),
         conversation=STORED_ITEMS.dump_json(items, exclude_unset=True) if is_stored else None,
     )
@@ -182,7 +183,8 @@ def _prepare_compaction(body: CompactRequest, previous: StoredResponse | None) -
     task = MessageItem(role="user", content=SUMMARIZE)
     options = {"temperature": 0, "max_output_tokens": SUMMARY_TOKENS, "reasoning": {"effort": "none"}}
     fields = {"model": body.model, "instructions": body.instructions, "input": [], **options}
-    request = convert_request(ResponsesRequest.model_validate(fields), [*items, task])
+    earlier = len(items) - len(input_items(body))
+    request = convert_request(ResponsesRequest.model_validate(fields), [*items, task], earlier=earlier)
     kept = [item for item in items if isinstance(item, MessageItem) and item.role == "user"]
     shown = shown_items(json.loads(STORED_ITEMS.dump_json(kept, exclude_unset=True)), new_id("cmp"))
     return AnswerRequest(

@@ -70,7 +70,7 @@ IGNORED = {
             "thinking": {"type": "enabled", "budget_tokens": 9},
             "bad\r\nname": 1,
         },
-        "metadata, tools.web_search, thinking.budget_tokens",
+        "metadata, thinking.budget_tokens, tools.web_search",
     ),
     "responses": (
         {
@@ -80,14 +80,14 @@ IGNORED = {
             "include": ["reasoning.encrypted_content"],
             "tools": [{"type": "web_search"}],
         },
-        "truncation, tools.web_search, reasoning.context, reasoning.effort, text.verbosity, "
+        "truncation, text.verbosity, reasoning.context, tools.web_search, reasoning.effort, "
         "include.reasoning.encrypted_content",
     ),
     **dict.fromkeys(
         ("ollama chat", "ollama generate"),
         (
             {"truncate": True, "keep_alive": "5m", "options": {"num_ctx": 4096, "mirostat": 1, "bad\r\nname": 1}},
-            "truncate, keep_alive, options.num_ctx, options.mirostat",
+            "truncate, options.num_ctx, options.mirostat, keep_alive",
         ),
     ),
 }

@@ -1,0 +1,234 @@
+"""Tests that a conversation remains usable in all formats, whatever its history contains, and that errors in it name
+the place in the request.
+"""
+
+import pytest
+
+from tests.support.formats import CLOCK, FORMATS, Request, each_format
+
+BY_NAME = {form.name: form for form in FORMATS}
+SHOWN = "[image, not shown to this model]"
+USER = {"role": "user", "content": "hello"}
+URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,aaaa"}
+TEXT = {"type": "text", "text": "See:"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+CUT = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"a": 1'}}
+NOTE = {"role": "developer", "content": "Now"}
+TOOL_USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "clock", "input": {}}]}
+ITEM = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
+OLLAMA_CALL = {"function": {"name": "clock", "arguments": {}}}
+
+
+def calls(call=CALL):
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def chat_result(content="noon"):
+    return {"role": "tool", "tool_call_id": "c1", "content": content}
+
+
+def result(content="noon", id="c1"):
+    return {"type": "tool_result", "tool_use_id": id, "content": content}
+
+
+def results(*blocks):
+    return {"role": "user", "content": list(blocks)}
+
+
+def output(content="noon", id="c1"):
+    return {"type": "function_call_output", "call_id": id, "output": content}
+
+
+def users(*contents):
+    return {"messages": [{"role": "user", "content": content} for content in contents]}
+
+
+def prompt_of(lab, http):
+    """Return the text of the last prompt."""
+    return http.post("/detokenize", json={"tokens": lab.requests[-1].prompt}).json()["content"]
+
+
+def case(form, fields, *texts):
+    return pytest.param(BY_NAME[form], fields, texts, id=f"{form}-{texts[0]:.40}")
+
+
+CUT_OFF = '{"name": "clock", "arguments": {"a": 1\n</tool_call>'
+NOTED = "noon\n</tool_response>"
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "texts"),
+    [
+        case("chat", {"messages": [USER, calls(CUT), chat_result(), USER]}, CUT_OFF),
+        case("websocket", {"messages": [USER, calls(CUT), chat_result(), USER]}, CUT_OFF),
+        case("responses", {"input": [USER, {**ITEM, "arguments": '{"a": 1'}, output(), USER]}, CUT_OFF),
+        case(
+            "ollama chat",
+            {"messages": [USER, {**calls(), "tool_calls": [{"function": CUT["function"]}]}, {**USER, "role": "tool"}]},
+            CUT_OFF,
+        ),
+        # Images in results of tools and in earlier messages.
+        case("chat", {"messages": [USER, calls(), chat_result([TEXT, URL]), USER]}, f"See:\n{SHOWN}"),
+        case("chat", users([TEXT, URL], "hello"), f"See:\n{SHOWN}"),
+        case(
+            "messages",
+            {"messages": [USER, TOOL_USE, results(result([TEXT, IMAGE]))]},
+            f"See:\n\n{SHOWN}",
+        ),
+        case("messages", {"messages": [USER, TOOL_USE, results(result(), IMAGE)]}, f"user\n{SHOWN}"),
+        case("messages", users([TEXT, IMAGE], "hello"), f"See:\n\n{SHOWN}"),
+        case("responses", {"input": [USER, ITEM, output([TEXT, INPUT_IMAGE])]}, SHOWN),
+        case("responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}, USER]}, SHOWN),
+        case("ollama chat", {"messages": [{**USER, "images": ["aaaa"]}, USER]}, f"hello\n{SHOWN}"),
+        # Blocks and items of other types.
+        *(
+            case(
+                "messages",
+                {"messages": [USER, {"role": "assistant", "content": [{"type": kind, "id": "s1"}]}, USER]},
+                f"[{kind}, not shown to this model]",
+            )
+            for kind in ("server_tool_use", "web_search_tool_result", "mcp_tool_use", "container_upload")
+        ),
+        case(
+            "messages",
+            {
+                "messages": [
+                    USER,
+                    TOOL_USE,
+                    results(result([{"type": "tool_reference"}])),
+                ]
+            },
+            "[tool_reference, not shown to this model]",
+        ),
+        *(
+            case("responses", {"input": [USER, {"type": kind, "id": "i1"}, USER]}, f"{before}\n[{kind}, not shown")
+            for kind, before in (
+                ("local_shell_call", "assistant"),
+                ("local_shell_call_output", "hello\n"),
+                ("compaction", "assistant"),
+            )
+        ),
+        case("responses", {"input": [USER, ITEM, output({"t": 5}), USER]}, '{"t":5}'),
+        case("messages", {"messages": [USER, TOOL_USE, results(result({"t": 5}))]}, '{"t":5}'),
+        case(
+            "responses",
+            {"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "I do not."}]}, USER]},
+            "I do not.",
+        ),
+        # Messages between a call and its result.
+        case("chat", {"messages": [USER, calls(), NOTE, chat_result(), USER]}, NOTED),
+        case("messages", {"messages": [USER, TOOL_USE, USER, results(result())]}, NOTED),
+        case("responses", {"input": [USER, ITEM, NOTE, output(), USER]}, NOTED),
+        case(
+            "ollama chat",
+            {"messages": [USER, {**calls(), "tool_calls": [OLLAMA_CALL]}, USER, {"role": "tool", "content": "noon"}]},
+            NOTED,
+        ),
+    ],
+)
+def test_a_history_with_anything_is_answered(form, fields, texts, lab, http):
+    form.streamed(http, Request(extra=fields))
+    prompt = prompt_of(lab, http)
+    assert [text for text in texts if text not in prompt] == [], prompt
+
+
+UNKNOWN = "'zz' does not answer a call"
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "place"),
+    [
+        pytest.param(BY_NAME[name], fields, place, id=f"{name}-{place}")
+        for name, fields, place in (
+            ("chat", {"messages": [USER, calls(), {**chat_result(), "tool_call_id": "zz"}]}, "messages.2.tool_call_id"),
+            (
+                "messages",
+                {
+                    "system": "Be brief.",
+                    "messages": [USER, USER, TOOL_USE, results(TEXT, result(id="zz"))],
+                },
+                "messages.3.content.1.tool_use_id",
+            ),
+            (
+                "responses",
+                {"instructions": "Be brief.", "input": [USER, USER, ITEM, output(id="zz")]},
+                "input.3.call_id",
+            ),
+            (
+                "ollama chat",
+                {"messages": [USER, USER, {"role": "tool", "content": "x", "tool_call_id": "zz"}]},
+                "messages.2.tool_call_id",
+            ),
+        )
+    ],
+)
+def test_the_error_of_a_result_without_a_call_names_its_place(form, fields, place, http):
+    status, problem = form.refusal(http, Request(extra=fields))
+    assert (status, problem.message.startswith(f"{place}: {UNKNOWN}")) == (400, True), problem.message
+
+
+def test_the_place_of_an_error_in_a_continued_response_is_that_in_its_input(http):
+    form = BY_NAME["responses"]
+    first = form.post(http, Request()).json()["id"]
+    fields = {"previous_response_id": first, "input": [USER, output(id="zz")]}
+    _, problem = form.refusal(http, Request(extra=fields))
+    assert problem.message.startswith(f"input.1.call_id: {UNKNOWN}")
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "place"),
+    [
+        pytest.param(BY_NAME[name], fields, place, id=name)
+        for name, fields, place in (
+            ("chat", users("hello", [TEXT, URL]), "messages.1.content.1"),
+            ("websocket", users("hello", [TEXT, URL]), "messages.1.content.1"),
+            ("messages", users("hello", [TEXT, IMAGE]), "messages.1.content.1"),
+            ("responses", {"input": [USER, {"role": "user", "content": [INPUT_IMAGE]}]}, "input.1.content.0"),
+            ("ollama chat", {"messages": [USER, {**USER, "images": ["aaaa"]}]}, "messages.1.images"),
+        )
+    ],
+)
+def test_an_image_in_the_newest_message_of_the_user_is_refused(form, fields, place, http):
+    _, problem = form.refusal(http, Request(extra=fields))
+    assert problem.message.startswith(f"{place}: images and other files cannot be read")
+
+
+@pytest.mark.parametrize("name", ["mcp__server__" + "a" * 115, "files.read/all", "a:b"])
+@each_format("forced")
+def test_a_call_has_the_name_of_the_tool(form, name, http):
+    request = Request(tools=[{**CLOCK, "name": name}], choice=name, max_tokens=300)
+    assert [called for called, _ in form.answer(form.post(http, request).json()).calls] == [name]
+
+
+@each_format("tools")
+def test_tools_may_have_the_same_name(form, lab, http):
+    form.streamed(http, Request(tools=[CLOCK, {**CLOCK, "description": "Another clock."}]))
+    prompt = prompt_of(lab, http)
+    assert (prompt.count('"clock"'), "Another" in prompt) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "names"),
+    [
+        pytest.param(BY_NAME[name], fields, names, id=name)
+        for name, fields, names in (
+            (
+                "chat",
+                {"messages": [{**USER, "content": [{**TEXT, "cache_control": {}}], "timestamp": 5}]},
+                "messages.timestamp, messages.content.cache_control",
+            ),
+            (
+                "messages",
+                {"messages": [{**USER, "content": [{**TEXT, "cache_control": {}}], "timestamp": 5}]},
+                "messages.timestamp, messages.content.cache_control",
+            ),
+            ("responses", {"input": [{**USER, "id": "m1", "status": "completed"}] * 2}, "input.id, input.status"),
+            ("ollama chat", {"messages": [{**USER, "timestamp": 5}]}, "messages.timestamp"),
+        )
+    ],
+)
+def test_unknown_fields_inside_messages_are_ignored_and_named(form, fields, names, http):
+    response = form.post(http, Request(extra=fields))
+    assert (response.status_code, response.headers["x-lmx-ignored"]) == (200, names), response.text
