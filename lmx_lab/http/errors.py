@@ -181,8 +181,10 @@ async def on_http_error(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, HTTPException)
     similar = ""
     if exc.status_code == HTTPStatus.NOT_FOUND:
-        paths = [context.path for context in iter_route_contexts(request.app.routes) if context.path]
-        similar = did_you_mean(request.url.path, paths)
+        # A prefix such as /v1 is similar to any short path below it.
+        below = f"{request.url.path.rstrip('/')}/"
+        paths = [context.path or "" for context in iter_route_contexts(request.app.routes)]
+        similar = did_you_mean(request.url.path, [path for path in paths if path and not path.startswith(below)])
     message = (
         f"{request.method} {request.url.path}: {exc.detail}{similar}; see {request.app.openapi_url} for all routes"
     )

@@ -101,7 +101,7 @@ class CompactionItem(LenientModel):
     """The summary of an earlier conversation, from an answer of POST /v1/responses/compact."""
 
     type: Literal["compaction"]
-    encrypted_content: str
+    encrypted_content: str | None = None
 
 
 class OtherItem(OtherModel):

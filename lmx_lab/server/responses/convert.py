@@ -251,10 +251,10 @@ def compaction(summary: str) -> dict[str, Any]:
     return {"id": new_id("cmp"), "type": "compaction", "encrypted_content": content}
 
 
-def read_summary(content: str) -> str:
+def read_summary(content: str | None) -> str:
     """Return the summary of an item, as the model reads it."""
     try:
-        text = base64.b64decode(content, validate=True).decode()
+        text = base64.b64decode(content or "", validate=True).decode()
     except ValueError:
         text = ""
     # Other servers encrypt their summaries.

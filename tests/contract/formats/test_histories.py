@@ -107,8 +107,12 @@ NOTED = "noon\n</tool_response>"
             for kind, before in (
                 ("local_shell_call", "assistant"),
                 ("local_shell_call_output", "hello\n"),
-                ("compaction", "assistant"),
             )
+        ),
+        case(
+            "responses",
+            {"input": [USER, {"type": "compaction", "encrypted_content": "gAAAA"}, USER]},
+            "[summary of an earlier conversation, not readable on this server]",
         ),
         case("responses", {"input": [USER, ITEM, output({"t": 5}), USER]}, '{"t":5}'),
         case("messages", {"messages": [USER, TOOL_USE, results(result({"t": 5}))]}, '{"t":5}'),
