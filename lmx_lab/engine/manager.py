@@ -559,13 +559,8 @@ class ModelManager:
         async def admit(model: Model) -> T:
             if request.caller.patient:
                 await model.admission.until_room(count)
-            permits = model.admission.admit(count, slot_free_s=lambda: model.slot_free_s)
-            try:
+            with model.admission.admitting(count, slot_free_s=lambda: model.slot_free_s) as permits:
                 return await use(model, permits)
-            except BaseException:
-                for permit in permits:
-                    permit.release()
-                raise
 
         while True:
             model = self.model_for(name, kinds, local=local)
