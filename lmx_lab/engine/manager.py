@@ -211,8 +211,10 @@ class ModelManager:
     def _post_idle(self) -> None:
         """React to a model that has no requests left. May be called from any thread."""
         # Skipped if nothing depends on it, since a client that sends one request at a time causes this call each time.
-        if self._residents.depends_on_idle:
-            self._post(self._residents.update)
+        residents = self._residents
+        has_ttl = any(model.ttl_s is not None for model in residents.now.loaded)
+        if has_ttl or self.settings.swap or residents.change is not None:
+            self._post(residents.update)
 
     async def cancel_loads(self) -> None:
         """Cancel all loads because the server stops. Their callers get an error immediately."""
@@ -563,7 +565,7 @@ class ModelManager:
                 return await use(model, permits)
 
         while True:
-            model = self.model_for(name, kinds, local=local)
+            model = self._residents.now.named(name, kinds, local=local)
             # In swap mode, another model may be loaded in place of this one before the request is admitted. If only one
             # model is in memory, requests for it take turns with those for others.
             stays = not settings.swap or (model is not None and model.pinned)
