@@ -349,11 +349,7 @@ class ModelManager:
         Raises:
             InvalidRequestError: the model is not being loaded.
         """
-
-        async def cancel() -> None:
-            self._residents.cancel_load(model)
-
-        await self._run(cancel)
+        await self._run(lambda: self._residents.cancel_load(model))
 
     async def unload(self, model: str | None = None, *, local: bool = True, wait: bool | None = None) -> int:
         """Unload a model after its running requests have ended; return the bytes that this released.
@@ -389,11 +385,7 @@ class ModelManager:
         Raises:
             InvalidRequestError: the model is not in memory.
         """
-
-        async def keep() -> ModelState:
-            return self._residents.keep(model, pin=pin, ttl_s=ttl_s, local=local)
-
-        return await self._run(keep)
+        return await self._run(lambda: self._residents.keep(model, pin=pin, ttl_s=ttl_s, local=local))
 
     async def make_room(self, model: str, *, limit_s: float) -> None:
         """Unload all models to make room for those of another manager of this process, which replaces this one.

@@ -539,7 +539,7 @@ class Residents:
             await self._drop(same, NotLoadedError(f"{entry.id} was loaded again with other options"))
         return report
 
-    def cancel_load(self, model: str) -> None:
+    async def cancel_load(self, model: str) -> None:
         loads = self._loads_of(model)
         if not loads:
             raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
@@ -552,7 +552,7 @@ class Residents:
 
     # Models that stay
 
-    def keep(self, model: str, *, pin: bool | None, ttl_s: TimeToLive | None, local: bool) -> ModelState:
+    async def keep(self, model: str, *, pin: bool | None, ttl_s: TimeToLive | None, local: bool) -> ModelState:
         name = self._settings.ids_by_alias.get(model, model)
         named = self.now.named(name, ANY_KIND, local=local)
         if named is None and pin is False:
