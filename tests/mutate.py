@@ -24,7 +24,7 @@ COPY = ROOT / "build" / "mutants"
 RESULTS = ROOT / "tests" / "mutants.txt"
 FORMATS = "tests/contract/formats"
 SUBSCRIPTION = ("", "_cuts", "_daemon", "_parts")
-PROMPTS = "tests/engine/contract/test_prompts.py tests/engine/contract/test_forms.py"
+PROMPTS = "tests/contract/engines/test_prompts.py tests/contract/engines/test_forms.py"
 MODULES: Mapping[str, tuple[str, int | None]] = {
     "engine/scheduler": ("tests/engine/test_scheduler.py", None),
     "engine/text/splitter": ("tests/engine/text/test_splitter.py", None),
@@ -36,7 +36,7 @@ MODULES: Mapping[str, tuple[str, int | None]] = {
     "client/subscription": (" ".join(f"tests/client/test_subscription{part}.py" for part in SUBSCRIPTION), 120),
     "batch/run": ("tests/batch tests/evals/test_evaluate.py", 120),
     "engine/preparer": (
-        "tests/engine/contract tests/engine/echo tests/instrument/test_branches.py -k 'not mlx and not gguf'",
+        "tests/contract/engines tests/engine/echo tests/instrument/test_branches.py -k 'not mlx and not gguf'",
         60,
     ),
     "engine/mlx/tokenizer": (f"{PROMPTS} -k mlx", 60),

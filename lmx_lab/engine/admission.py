@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from lmx_lab.errors import LabError, NotLoadedError, QueueFullError
 
@@ -89,6 +90,19 @@ class AdmissionControl:
             self.active += count
             self.used_at = time.perf_counter()
         return [Permit(self) for _ in range(count)]
+
+    @contextmanager
+    def admitting(self, count: int, *, slot_free_s: Callable[[], float]) -> Iterator[list[Permit]]:
+        """Accept a request as ``admit`` does, and pass it to a model within the block. If that fails, its permits are
+        released.
+        """
+        permits = self.admit(count, slot_free_s=slot_free_s)
+        try:
+            yield permits
+        except BaseException:
+            for permit in permits:
+                permit.release()
+            raise
 
     def touch(self) -> None:
         """Count this moment as the last use of the model."""

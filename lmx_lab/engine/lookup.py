@@ -182,15 +182,20 @@ def is_idle_path(name: str, now: EngineSnapshot) -> bool:
     return name == now.idle_model and Path(name).is_absolute()
 
 
-def check_unload(name: str, now: EngineSnapshot, *, local: bool) -> None:
-    """Check that the model of this name can be unloaded.
+def check_unload(name: str | None, now: EngineSnapshot, *, local: bool) -> None:
+    """Check that the model of this name, or the main model if it is None, can be unloaded.
 
     Raises:
         InvalidRequestError: the model is pinned, or not in memory.
     """
-    state = check_loaded(name, now, local=local)
-    if state.pinned and (state is not now.main or state.entry.kind == "chat"):
-        raise pinned_refusal(state.entry.id)
+    state = check_loaded(name, now, local=local) if name is not None else now.main
+    if state is not None and state.pinned and (state is not now.main or state.entry.kind == "chat"):
+        model = state.entry.id
+        raise InvalidRequestError(
+            f"{model} is pinned: it stays in memory until the server stops, or until it is released with "
+            f"lab.keep({model!r}, pin=False), lmx-lab keep {model} --no-pin or POST /admin/models/keep",
+            param="model",
+        )
 
 
 def check_loaded(name: str, now: EngineSnapshot, *, local: bool) -> ModelState:
@@ -206,15 +211,6 @@ def check_loaded(name: str, now: EngineSnapshot, *, local: bool) -> ModelState:
     loaded = [state.entry.id for state in now.models if not state.pinned] or [state.entry.id for state in now.models]
     verb = "are" if len(loaded) > 1 else "is"
     raise InvalidRequestError(f"{name[:200]} is not loaded, {', '.join(loaded) or 'no model'} {verb}", param="model")
-
-
-def pinned_refusal(model: str) -> InvalidRequestError:
-    """Return the error of a request to unload a model that is pinned."""
-    return InvalidRequestError(
-        f"{model} is pinned: it stays in memory until the server stops, or until it is released with "
-        f"lab.keep({model!r}, pin=False), lmx-lab keep {model} --no-pin or POST /admin/models/keep",
-        param="model",
-    )
 
 
 # Refusals

@@ -211,8 +211,10 @@ class ModelManager:
     def _post_idle(self) -> None:
         """React to a model that has no requests left. May be called from any thread."""
         # Skipped if nothing depends on it, since a client that sends one request at a time causes this call each time.
-        if self._residents.depends_on_idle:
-            self._post(self._residents.update)
+        residents = self._residents
+        has_ttl = any(model.ttl_s is not None for model in residents.now.loaded)
+        if has_ttl or self.settings.swap or residents.change is not None:
+            self._post(residents.update)
 
     async def cancel_loads(self) -> None:
         """Cancel all loads because the server stops. Their callers get an error immediately."""
@@ -347,11 +349,7 @@ class ModelManager:
         Raises:
             InvalidRequestError: the model is not being loaded.
         """
-
-        async def cancel() -> None:
-            self._residents.cancel_load(model)
-
-        await self._run(cancel)
+        await self._run(lambda: self._residents.cancel_load(model))
 
     async def unload(self, model: str | None = None, *, local: bool = True, wait: bool | None = None) -> int:
         """Unload a model after its running requests have ended; return the bytes that this released.
@@ -387,11 +385,7 @@ class ModelManager:
         Raises:
             InvalidRequestError: the model is not in memory.
         """
-
-        async def keep() -> ModelState:
-            return self._residents.keep(model, pin=pin, ttl_s=ttl_s, local=local)
-
-        return await self._run(keep)
+        return await self._run(lambda: self._residents.keep(model, pin=pin, ttl_s=ttl_s, local=local))
 
     async def make_room(self, model: str, *, limit_s: float) -> None:
         """Unload all models to make room for those of another manager of this process, which replaces this one.
@@ -559,16 +553,11 @@ class ModelManager:
         async def admit(model: Model) -> T:
             if request.caller.patient:
                 await model.admission.until_room(count)
-            permits = model.admission.admit(count, slot_free_s=lambda: model.slot_free_s)
-            try:
+            with model.admission.admitting(count, slot_free_s=lambda: model.slot_free_s) as permits:
                 return await use(model, permits)
-            except BaseException:
-                for permit in permits:
-                    permit.release()
-                raise
 
         while True:
-            model = self.model_for(name, kinds, local=local)
+            model = self._residents.now.named(name, kinds, local=local)
             # In swap mode, another model may be loaded in place of this one before the request is admitted. If only one
             # model is in memory, requests for it take turns with those for others.
             stays = not settings.swap or (model is not None and model.pinned)

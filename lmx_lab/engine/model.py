@@ -1,7 +1,7 @@
 """Describe what an engine is, and hold one model in memory: ``LoadedModel`` accepts its requests until ``close``.
 
 An engine checks and loads models. It does not know which of them is the main model, or why one is loaded or unloaded:
-``engine.manager`` decides that. The tests in ``tests/engine/contract`` check every engine; ``Capabilities`` and the
+``engine.manager`` decides that. The tests in ``tests/contract/engines`` check every engine; ``Capabilities`` and the
 table in ``docs/server.md`` describe where engines differ.
 
 A ``LoadedModel`` is a handle that belongs to the loop of the manager. It refers to weights only if the engine keeps

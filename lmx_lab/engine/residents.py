@@ -32,7 +32,6 @@ from lmx_lab.engine.lookup import (
     check_unload,
     is_beside,
     loaded_id,
-    pinned_refusal,
 )
 from lmx_lab.engine.memory import Budget
 from lmx_lab.engine.model import Counts, Engine
@@ -540,7 +539,7 @@ class Residents:
             await self._drop(same, NotLoadedError(f"{entry.id} was loaded again with other options"))
         return report
 
-    def cancel_load(self, model: str) -> None:
+    async def cancel_load(self, model: str) -> None:
         loads = self._loads_of(model)
         if not loads:
             raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
@@ -553,7 +552,7 @@ class Residents:
 
     # Models that stay
 
-    def keep(self, model: str, *, pin: bool | None, ttl_s: TimeToLive | None, local: bool) -> ModelState:
+    async def keep(self, model: str, *, pin: bool | None, ttl_s: TimeToLive | None, local: bool) -> ModelState:
         name = self._settings.ids_by_alias.get(model, model)
         named = self.now.named(name, ANY_KIND, local=local)
         if named is None and pin is False:
@@ -618,19 +617,14 @@ class Residents:
                 load.cancel(_cancelled(load))
             await asyncio.wait([load.done for load in loads])
             return 0
-        main = self.now.main
-        if model is not None:
-            if self._forget_missing(model, local=local) is not None:
-                return 0
-            check_unload(model, self.snapshot, local=local)
-        elif main is not None and main.pinned and not is_beside(main):
-            raise pinned_refusal(main.entry.id)
+        if model is not None and self._forget_missing(model, local=local) is not None:
+            return 0
+        now = self.snapshot
+        check_unload(model, now, local=local)
         self.check_free()
         named = self.now.named(model, ANY_KIND, local=local) if model is not None else None
-        shown = named if model is not None else main if main is not None and main.lost is None else None
-        change: Change[int] = Change(
-            kind="unload", name=model or "", entry=shown.entry if shown is not None else None, wait=wait
-        )
+        entry = named.entry if named is not None else now.entry if model is None else None
+        change: Change[int] = Change(kind="unload", name=model or "", entry=entry, wait=wait)
         # Set before the unload begins, so that further requests to unload join it.
         self._unloading = change
         self._start_task(self._unload(change, named), "lmx-lab unload")
@@ -858,12 +852,6 @@ class Residents:
         elif out_of_memory:
             self._report(ModelEvent(model=name, stage="unloaded", message="out of memory"))
         self.update()
-
-    @property
-    def depends_on_idle(self) -> bool:
-        """Whether something depends on the end of the last request of a model. May be read on any thread."""
-        has_ttl = any(model.ttl_s is not None for model in self.now.loaded)
-        return has_ttl or self._settings.swap or self.change is not None
 
     def set_idle_timer(self) -> None:
         """Set the timer to the time at which the next model has been idle for its time to live."""

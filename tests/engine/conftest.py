@@ -4,15 +4,12 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections import Counter
 
 import pytest
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.stream import Mailbox
-from lmx_lab.errors import LabError
-from lmx_lab.values.outputs import GenerationReport
-from tests.support.engines import TWO_SLOTS, load_entry, manager_with, mlx_thread, pin, until_idle
+from tests.support.engines import TWO_SLOTS, count_ends, load_entry, manager_with, mlx_thread, pin, until_idle
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +73,7 @@ def gate(monkeypatch):
 
 @pytest.fixture
 def ends(monkeypatch):
-    """Number of ends that each stream has received, by the id of its ``steps``."""
-    counted = Counter()
-    deliver = Mailbox.deliver
-
-    def count(self, item):
-        counted[id(self.steps)] += isinstance(item, GenerationReport | LabError)
-        deliver(self, item)
-
-    monkeypatch.setattr(Mailbox, "deliver", count)
-    return counted
+    return count_ends(monkeypatch)
 
 
 class Shared:

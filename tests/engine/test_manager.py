@@ -24,7 +24,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.values.models import LoadSpec
 from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, TWO, FakeCatalog, answer, request, running, start_answer
-from tests.support.engines import load_entry
+from tests.support.engines import finish, load_entry
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
@@ -583,7 +583,8 @@ async def test_the_memory_of_a_pinned_model_is_free_for_the_load_that_uses_it(la
     await load_entry(lab.manager, EMBEDDER, PIN)
     await load_entry(lab.manager, EMBEDDER)
     await load_entry(lab.manager, ONE)
-    assert rooms == [0, 0, lab.manager.snapshot.pinned[0].memory_bytes]
+    # The limit that is read here may be another one, because the process has grown in the meantime.
+    assert rooms == pytest.approx([0, 0, lab.manager.snapshot.pinned[0].memory_bytes], abs=2**18)
 
 
 async def test_a_model_that_is_lost_during_its_load_is_an_error_of_the_load(lab, monkeypatch):
@@ -703,3 +704,36 @@ async def test_a_refused_request_is_released_without_a_collection_of_cycles(lab)
         await auntil(lambda: kept() is None)
     finally:
         gc.enable()
+
+
+async def test_a_request_without_texts_is_refused(lab):
+    for work in (
+        lab.manager.embed(EmbeddingRequest(inputs=())),
+        lab.manager.rerank(RerankRequest(query="sea", documents=())),
+    ):
+        with pytest.raises(InvalidRequestError, match="there are no texts; send at least one"):
+            await work
+
+
+async def test_stopping_ends_running_and_queued_requests_and_a_started_manager_answers(lab, ends):
+    await lab.manager.load(LoadSpec(model="one"))
+    streams = [await lab.manager.submit(request(tokens=8000)) for _ in range(3)]
+    await asyncio.to_thread(lab.manager.stop)
+    for stream in streams:
+        with pytest.raises(EngineDeadError):
+            await finish(stream)
+    assert set(ends.values()) == {1}
+    async with lab.manager:
+        await lab.manager.load(LoadSpec(model="one"))
+        assert await answer(lab) == "one"
+
+
+async def test_after_an_unload_nothing_is_in_memory(lab):
+    await lab.manager.load(LoadSpec(model="one"))
+    assert await lab.manager.unload() > 0
+    now = lab.manager.snapshot
+    assert (now.state, now.entry, now.active_requests, now.queued_requests) == ("empty", None, 0, 0)
+    assert (now.unloaded_model, now.unload_cause, now.model_memory_bytes) == ("one", "requested", 0)
+    assert await lab.manager.unload() == 0
+    with pytest.raises(NotLoadedError, match="no model is loaded; load one first"):
+        await answer(lab)

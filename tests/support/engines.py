@@ -6,34 +6,47 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
+import pytest
 
 from lmx_lab.engine import (
     Answer,
     AnswerFormat,
     ChatPrompt,
+    EmbeddingRequest,
+    Embeddings,
     GenerationRequest,
     ModelManager,
+    Ranking,
+    RerankRequest,
     Sampling,
     TokenPrompt,
     Tool,
     ToolUse,
 )
+from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.engines import engine_for
 from lmx_lab.engine.llama_cpp.engine import LlamaModel
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
-from lmx_lab.engine.model import Engine
+from lmx_lab.engine.memory import Budget
+from lmx_lab.engine.model import Engine, EngineHost, LoadedModel
 from lmx_lab.engine.sandbox import shared_pool
+from lmx_lab.engine.scheduler import Turns
 from lmx_lab.engine.speeds import Speeds
+from lmx_lab.engine.stream import Mailbox
+from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
+from lmx_lab.values.engine import ModelState
 from lmx_lab.values.models import Format, Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta
 from lmx_lab.weights import Catalog
+from lmx_lab.weights.fingerprint import with_marks
 
 # Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.
 if TYPE_CHECKING:
@@ -100,6 +113,95 @@ async def pin(manager: ModelManager, entry: ModelEntry) -> LoadReport:
     return await load_entry(manager, entry, LoadSpec(model=entry.id, pin=True))
 
 
+class Loaded:
+    """A model that an engine has loaded, without a manager. Its methods have the names of those of ``ModelManager``,
+    and may be called on any event loop.
+    """
+
+    def __init__(self, engine: Engine, model: LoadedModel[Any]) -> None:
+        self.engine = engine
+        self.model = model
+        self.entry = model.entry
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def snapshot(self) -> ModelState:
+        return self.model.state()
+
+    async def generate(self, request: GenerationRequest, choices: int = 1) -> list[Answer]:
+        reader = asyncio.get_running_loop()
+        return await self._run(lambda permits: self.model.generate(request, permits, reader), choices)
+
+    async def submit(self, request: GenerationRequest) -> Answer:
+        (answer,) = await self.generate(request)
+        return answer
+
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
+        return await (await self._run(lambda permits: self.model.embed(request, permits[0])))
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        return await (await self._run(lambda permits: self.model.rerank(request, permits[0])))
+
+    async def close(self, error: LabError | None = None) -> int:
+        return await self.model.close(error or NotLoadedError("the test has ended"))
+
+    async def _run(self, use: Callable[[Sequence[Permit]], Awaitable[T]], count: int = 1) -> T:
+        """Admit a request, and accept it on the loop of the model."""
+
+        async def admit() -> T:
+            admission = self.model.admission
+            with admission.admitting(count, slot_free_s=lambda: self.model.slot_free_s) as permits:
+                return await use(permits)
+
+        if asyncio.get_running_loop() is self._loop:
+            return await admit()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(admit(), self._loop))
+
+
+@contextlib.asynccontextmanager
+async def engine_alone(format: Format, settings: Settings, *, turns: Turns | None = None) -> AsyncIterator[Engine]:
+    """Create an engine of its own on this loop, without a manager."""
+    budget, row = Budget(settings.memory_limit_bytes), engine_for(format)
+    engine = row.make(settings, EngineHost(budget=budget, turns=turns or Turns()))
+    try:
+        yield engine
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+async def load_on(engine: Engine, entry: ModelEntry, spec: LoadSpec | None = None) -> Loaded:
+    """Check and load a model as a manager does, without other models in memory."""
+    spec, room_bytes = spec or LoadSpec(model=entry.id), engine.memory.limit
+    await engine.check(entry, spec, room_bytes=room_bytes)
+    return Loaded(engine, await engine.load(with_marks(entry), spec, room_bytes=room_bytes))
+
+
+@contextlib.asynccontextmanager
+async def loaded(
+    entry: ModelEntry, settings: Settings, *, spec: LoadSpec | None = None, turns: Turns | None = None
+) -> AsyncIterator[Loaded]:
+    """Load a model on an engine of its own, without a manager."""
+    async with engine_alone(entry.format, settings, turns=turns) as engine:
+        model = await load_on(engine, entry, spec)
+        try:
+            yield model
+        finally:
+            await model.close()
+
+
+def count_ends(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Count the ends that each stream receives, by the id of its ``steps``."""
+    counted: Counter[int] = Counter()
+    deliver = Mailbox.deliver
+
+    def count(self: Mailbox, item: Any) -> None:
+        counted[id(self.steps)] += isinstance(item, GenerationReport | LabError)
+        deliver(self, item)
+
+    monkeypatch.setattr(Mailbox, "deliver", count)
+    return counted
+
+
 def request(**changes: Any) -> GenerationRequest:
     return replace(GenerationRequest(prompt=PROMPT, sampling=GREEDY, max_tokens=8), **changes)
 
@@ -109,14 +211,9 @@ def numbers(count: int, *, start: int = 1000) -> TokenPrompt:
     return TokenPrompt(tokens=tuple(range(start, start + count)))
 
 
-async def run(manager: ModelManager, **changes: Any) -> tuple[str, GenerationReport]:
+async def run(manager: ModelManager | Loaded, **changes: Any) -> tuple[str, GenerationReport]:
     stream = await manager.submit(request(**changes))
     return await finish(stream)
-
-
-async def text_of(manager: ModelManager, tokens: Sequence[int]) -> str:
-    """Return the text of token ids as the main model's tokenizer shows it."""
-    return await manager.with_model(request(), lambda model: model.decode(tokens))
 
 
 async def finish(stream: Answer) -> tuple[str, GenerationReport]:
@@ -130,7 +227,7 @@ async def finish_with_logprobs(stream: Answer) -> tuple[str, list[TokenLogprob]]
     return "".join(delta.text for delta in deltas), [entry for delta in deltas for entry in delta.logprobs]
 
 
-async def until_idle(manager: ModelManager) -> None:
+async def until_idle(manager: ModelManager | Loaded) -> None:
     # Polled, because the snapshot has no event.
     while manager.snapshot.active_requests + manager.snapshot.queued_requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -148,7 +245,7 @@ async def until_written(manager: ModelManager, *, files: int = 1) -> AsyncIterat
             await asyncio.sleep(0.01)
 
 
-async def until_busy(manager: ModelManager, *, requests: int = 1) -> None:
+async def until_busy(manager: ModelManager | Loaded, *, requests: int = 1) -> None:
     while manager.snapshot.active_requests + manager.snapshot.queued_requests < requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 

@@ -1,4 +1,4 @@
-"""What the echo engine says; what it has in common with the other engines is in ``tests/engine/contract``."""
+"""What the echo engine says; what it has in common with the other engines is in ``tests/contract/engines``."""
 
 import asyncio
 import json

@@ -8,24 +8,23 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, ModelManager, Sampling, TextPrompt, Tool, ToolUse
+from lmx_lab.engine import AnswerFormat, ChatPrompt, Sampling, TextPrompt, Tool, ToolUse
 from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector
-from tests.engine.contract.entries import SETTINGS, echo_entry
+from tests.contract.engines.entries import SETTINGS, echo_entry
 from tests.support.asking import invalid
 from tests.support.engines import (
     DESCRIBED_TOOLS,
     PLACE_SCHEMA,
     TOOL_CONVERSATION,
     chat_request,
-    engine_of,
+    engine_alone,
     finish_answer,
     is_place,
-    load_entry,
-    manager_with,
+    load_on,
+    loaded,
     merge,
-    text_of,
     until_idle,
 )
 from tests.support.waiting import auntil
@@ -42,30 +41,28 @@ LONG = "Where is the river, and where is the sea, and how far is it from here?"
 
 
 @pytest.fixture(scope="module")
-async def _roomy_manager(chat_models, model_format):
-    async with ModelManager(SETTINGS) as manager:
-        # A prompt with tools has more tokens on the echo engine.
-        await load_entry(
-            manager, echo_entry("tiny", context=4096) if model_format == "echo" else chat_models[model_format]
-        )
-        yield manager
+async def _roomy_model(chat_models, model_format):
+    # A prompt with tools has more tokens on the echo engine.
+    entry = echo_entry("tiny", context=4096) if model_format == "echo" else chat_models[model_format]
+    async with loaded(entry, SETTINGS) as model:
+        yield model
 
 
 @pytest.fixture
-async def manager(_roomy_manager):
-    """A manager with ``tiny``, shared by the tests of this module."""
-    yield _roomy_manager
-    await until_idle(_roomy_manager)
+async def model(_roomy_model):
+    """``tiny`` in memory, shared by the tests of this module."""
+    yield _roomy_model
+    await until_idle(_roomy_model)
 
 
-async def run(manager, **changes):
-    return await finish_answer(await manager.submit(chat_request(**changes)))
+async def run(model, **changes):
+    return await finish_answer(await model.submit(chat_request(**changes)))
 
 
-async def answer_or_refusal(manager, **changes):
+async def answer_or_refusal(model, **changes):
     """Return the answer, or the error of a refused request."""
     try:
-        return await run(manager, **changes)
+        return await run(model, **changes)
     except InvalidRequestError as exc:
         return exc
 
@@ -80,38 +77,38 @@ def marker(tiny):
 
 @pytest.fixture(scope="module")
 async def thinker(thinkers, model_format):
-    """A manager with a model that has markers of reasoning and tool calls, and a template with tools."""
+    """A model that has markers of reasoning and tool calls, and a template with tools."""
     if model_format == "echo":
         pytest.skip("echo has no template that opens the reasoning; its reasoning is tested in tests/engine/echo")
-    async with manager_with(thinkers[model_format], SETTINGS) as manager:
-        yield manager
+    async with loaded(thinkers[model_format], SETTINGS) as model:
+        yield model
 
 
 # Formats
 
 
-async def test_a_schema_is_enforced_whatever_the_temperature(manager):
+async def test_a_schema_is_enforced_whatever_the_temperature(model):
     for seed in range(4):
-        result = await run(manager, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
+        result = await run(model, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
         assert is_place(result.text)
         assert result.reason == "stop"
-    assert is_place((await run(manager, answer_format=JSON, prompt=TextPrompt(text="river"))).text)
+    assert is_place((await run(model, answer_format=JSON, prompt=TextPrompt(text="river"))).text)
 
 
 @pytest.mark.parametrize(("form", "pattern"), [(REGEX, "[a-c]{5}-(left|right)"), (LARK, "x[0-9]{3}")])
-async def test_patterns_and_grammars_are_enforced(manager, form, pattern):
-    texts = {(await run(manager, answer_format=form, sampling=Sampling(seed=seed))).text for seed in range(4)}
+async def test_patterns_and_grammars_are_enforced(model, form, pattern):
+    texts = {(await run(model, answer_format=form, sampling=Sampling(seed=seed))).text for seed in range(4)}
     assert all(re.fullmatch(pattern, text) for text in texts)
     assert len(texts) > 1
 
 
-async def test_white_space_in_json_is_limited(manager):
+async def test_white_space_in_json_is_limited(model):
     # The bias makes white space the likeliest tokens.
     spaces = Sampling(temperature=0, logit_bias=tuple((token, 100.0) for token in (198, 216, 221, 256, 284)))
     schema_format = AnswerFormat(
         kind="json_schema", text=json.dumps({"type": "array", "items": {"const": 1}, "maxItems": 2})
     )
-    result = await run(manager, answer_format=schema_format, sampling=spaces)
+    result = await run(model, answer_format=schema_format, sampling=spaces)
     assert json.loads(result.text) in ([], [1], [1, 1])
 
 
@@ -123,9 +120,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in BROKEN.items() for text in texts])
-async def test_an_invalid_format_is_refused_before_the_first_token(manager, kind, text):
+async def test_an_invalid_format_is_refused_before_the_first_token(model, kind, text):
     with invalid("response_format", "cannot be enforced"):
-        await manager.submit(chat_request(answer_format=AnswerFormat(kind=kind, text=text)))
+        await model.submit(chat_request(answer_format=AnswerFormat(kind=kind, text=text)))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +132,8 @@ async def test_an_invalid_format_is_refused_before_the_first_token(manager, kind
         AnswerFormat(kind="lark", text="start: <[^300]>"),
     ],
 )
-async def test_a_format_is_either_enforced_or_refused(manager, form):
-    result = await answer_or_refusal(manager, answer_format=form, max_tokens=200)
+async def test_a_format_is_either_enforced_or_refused(model, form):
+    result = await answer_or_refusal(model, answer_format=form, max_tokens=200)
     if isinstance(result, InvalidRequestError):
         assert result.param == "response_format"
         assert 'load the model with engine="mlx"' in result.message
@@ -144,45 +141,45 @@ async def test_a_format_is_either_enforced_or_refused(manager, form):
     assert form.kind == "lark" or result.text.startswith('"')
 
 
-async def test_a_format_may_allow_any_text(manager):
+async def test_a_format_may_allow_any_text(model):
     for kind, text in (("regex", "(?s:.*)"), ("lark", "start: /(?s:.*)/")):
-        result = await run(manager, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)
+        result = await run(model, answer_format=AnswerFormat(kind=kind, text=text), content=LONG, max_tokens=10)
         assert result.report.output_tokens == 10
 
 
-async def test_a_format_cannot_be_combined_with_ignore_eos(manager):
+async def test_a_format_cannot_be_combined_with_ignore_eos(model):
     for changes in ({"answer_format": JSON}, {"tools": NAMED}, {"tools": DESCRIBED_TOOLS}):
         with invalid("ignore_eos"):
-            await manager.submit(chat_request(ignore_eos=True, **changes))
-    assert (await run(manager, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
+            await model.submit(chat_request(ignore_eos=True, **changes))
+    assert (await run(model, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
 
 
-async def test_a_format_with_too_few_tokens_ends_with_length(manager):
+async def test_a_format_with_too_few_tokens_ends_with_length(model):
     digits = AnswerFormat(kind="regex", text="[0-9]{9}")
-    cut = await run(manager, answer_format=digits, max_tokens=5)
+    cut = await run(model, answer_format=digits, max_tokens=5)
     assert (len(cut.text), cut.reason) == (5, "length")
 
 
 # Tools
 
 
-async def test_a_forced_call_is_the_whole_answer(manager):
-    result = await run(manager, tools=FORCED)
+async def test_a_forced_call_is_the_whole_answer(model):
+    result = await run(model, tools=FORCED)
     ((name, arguments),) = result.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
-async def test_a_named_tool_is_called_once(manager):
-    result = await run(manager, tools=NAMED)
+async def test_a_named_tool_is_called_once(model):
+    result = await run(model, tools=NAMED)
     assert [name for name, _ in result.calls] == ["wait"]
     assert is_place(result.calls[0][1])
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
-async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager):
-    stream = await manager.submit(chat_request(tools=replace(DESCRIBED_TOOLS, forced=True), max_tokens=400))
+async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(model):
+    stream = await model.submit(chat_request(tools=replace(DESCRIBED_TOOLS, forced=True), max_tokens=400))
     deltas = [delta async for delta in stream]
     pieces = [call for delta in deltas for call in delta.tool_calls]
     calls = merge(pieces)[0]
@@ -195,66 +192,66 @@ async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(manager
     assert [piece.name for piece in pieces if piece.id is not None].count(None) == 0
 
 
-async def test_a_forced_answer_ends_before_it_repeats_a_call(manager):
+async def test_a_forced_answer_ends_before_it_repeats_a_call(model):
     only = {"type": "object", "properties": {"place": {"const": "sea"}}, "required": ["place"]}
     tool = Tool(name="look", parameters=only)
-    result = await run(manager, tools=ToolUse(tools=(tool,), forced=True), max_tokens=400)
+    result = await run(model, tools=ToolUse(tools=(tool,), forced=True), max_tokens=400)
     assert [(name, json.loads(arguments)) for name, arguments in result.calls] == [("look", {"place": "sea"})]
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
-async def test_optional_tools_need_not_be_called(manager):
-    result = await run(manager, tools=DESCRIBED_TOOLS, content=LONG, max_tokens=10)
+async def test_optional_tools_need_not_be_called(model):
+    result = await run(model, tools=DESCRIBED_TOOLS, content=LONG, max_tokens=10)
     assert (result.calls, result.report.output_tokens, result.reason) == ([], 10, "length")
     assert result.text
 
 
-async def with_bias_toward(marker, manager, options):
+async def with_bias_toward(marker, model, options):
     """The request, with a bias by which the answer begins with these tokens."""
     bias = tuple((token, 1000.0 - 20 * at) for at, token in enumerate(marker))
     return replace(options, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))
 
 
-async def test_a_call_that_the_model_starts_follows_its_schema(manager, marker, model_format):
+async def test_a_call_that_the_model_starts_follows_its_schema(model, marker, model_format):
     options = chat_request(tools=replace(DESCRIBED_TOOLS, parallel=False))
     if model_format == "echo":
         # It says what the message says; there is no such place.
         said = '<tool_call>\n{"name": "look", "arguments": {"kind": "lake"}}\n</tool_call>'
         begun = chat_request(tools=replace(DESCRIBED_TOOLS, parallel=False), content=said)
     else:
-        begun = await with_bias_toward(marker, manager, options)
-    result = await finish_answer(await manager.submit(begun))
+        begun = await with_bias_toward(marker, model, options)
+    result = await finish_answer(await model.submit(begun))
     ((name, arguments),) = result.calls
     assert name in ("look", "wait")
     assert is_place(arguments)
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
-async def test_an_incomplete_call_ends_with_length(manager):
-    schema_format = await run(manager, tools=NAMED)
-    cut = await run(manager, tools=NAMED, max_tokens=schema_format.report.output_tokens - 8)
+async def test_an_incomplete_call_ends_with_length(model):
+    schema_format = await run(model, tools=NAMED)
+    cut = await run(model, tools=NAMED, max_tokens=schema_format.report.output_tokens - 8)
     assert cut.reason == "length"
     assert schema_format.calls[0][1].startswith(cut.calls[0][1])
 
 
-async def test_the_error_of_invalid_parameters_names_the_tool(manager):
+async def test_the_error_of_invalid_parameters_names_the_tool(model):
     wrong = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})
     with pytest.raises(InvalidRequestError, match="the parameters of the tool 'odd'") as refused:
-        await manager.submit(chat_request(tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong), forced=True)))
+        await model.submit(chat_request(tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong), forced=True)))
     assert refused.value.param == "tools.2.function.parameters"
     # A request that need not call the tool is not refused.
     assert (
-        await run(manager, tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong)), max_tokens=5)
+        await run(model, tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong)), max_tokens=5)
     ).report.output_tokens == 5
 
 
-async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager):
+async def test_the_schema_of_a_call_is_either_enforced_or_refused(model):
     address = {"type": "object", "properties": {"url": {"type": "string", "format": "uri"}}, "required": ["url"]}
     tools = ToolUse(tools=(*DESCRIBED_TOOLS.tools, Tool(name="fetch", parameters=address)))
     # The tool need not be called, or another tool is called.
-    assert (await run(manager, tools=tools, max_tokens=5)).report.output_tokens == 5
-    assert is_place((await run(manager, tools=replace(tools, forced=True, only="wait"))).calls[0][1])
-    result = await answer_or_refusal(manager, tools=replace(tools, forced=True, only="fetch"), max_tokens=400)
+    assert (await run(model, tools=tools, max_tokens=5)).report.output_tokens == 5
+    assert is_place((await run(model, tools=replace(tools, forced=True, only="wait"))).calls[0][1])
+    result = await answer_or_refusal(model, tools=replace(tools, forced=True, only="fetch"), max_tokens=400)
     if isinstance(result, InvalidRequestError):
         assert result.param == "tools.2.function.parameters"
         assert "the tool 'fetch'" in result.message
@@ -262,22 +259,22 @@ async def test_the_schema_of_a_call_is_either_enforced_or_refused(manager):
     assert [name for name, _ in result.calls] == ["fetch"]
 
 
-async def test_results_of_tools_are_part_of_the_prompt(manager):
+async def test_results_of_tools_are_part_of_the_prompt(model):
     given = chat_request(prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=DESCRIBED_TOOLS))
-    async with await manager.submit(given) as stream:
-        shown = await text_of(manager, stream.prompt)
-    assert await manager.encode(given) == list(stream.prompt)
+    async with await model.submit(given) as stream:
+        shown = await model.model.decode(stream.prompt)
+    assert await model.model.encode(given) == list(stream.prompt)
     for part in ("Be brief.", "Is the river wet?", '"kind": "river"', "It is.", "Looks."):
         assert part in shown
-    assert is_place((await run(manager, prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=NAMED))).calls[0][1])
+    assert is_place((await run(model, prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=NAMED))).calls[0][1])
 
 
-async def test_formats_tools_and_free_answers_do_not_affect_each_other(manager):
+async def test_formats_tools_and_free_answers_do_not_affect_each_other(model):
     result = await asyncio.gather(
-        run(manager, answer_format=JSON),
-        run(manager, tools=NAMED),
-        run(manager, max_tokens=30, ignore_eos=True),
-        run(manager, answer_format=REGEX),
+        run(model, answer_format=JSON),
+        run(model, tools=NAMED),
+        run(model, max_tokens=30, ignore_eos=True),
+        run(model, answer_format=REGEX),
     )
     assert is_place(result[0].text)
     assert is_place(result[1].calls[0][1])
@@ -327,7 +324,7 @@ async def test_a_forced_call_follows_open_reasoning(thinker):
 
 async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_state(thinker, model_format):
     options = {"open_thoughts": True, "thinking_budget": 3, "max_tokens": 9}
-    if not engine_of(thinker, model_format).capabilities.thinking_budget:
+    if not thinker.engine.capabilities.thinking_budget:
         with invalid("thinking_budget", 'engine="mlx"'):
             await run(thinker, **options)
         return
@@ -337,7 +334,7 @@ async def test_a_reasoning_budget_is_enforced_or_refused_as_the_capabilities_sta
 async def test_steering_is_supported_or_refused_as_the_capabilities_state(thinker, model_format):
     # 32 components in float32.
     options = {"steer": (SteeringVector(layer=0, vector="A" * 170 + "A="),), "max_tokens": 4}
-    if not engine_of(thinker, model_format).capabilities.steering:
+    if not thinker.engine.capabilities.steering:
         with invalid("steer", 'engine="mlx"'):
             await run(thinker, **options)
         return
@@ -350,9 +347,11 @@ async def test_answers_that_may_call_tools_have_logprobs(thinker):
 
 
 async def test_the_process_that_checks_grammars_ends_with_the_model(chat_models, model_format):
-    async with manager_with(chat_models[model_format], SETTINGS) as manager:
+    async with engine_alone(model_format, SETTINGS) as engine:
+        model = await load_on(engine, chat_models[model_format])
         before = set(shared_pool().pids)
-        await run(manager, prompt=TextPrompt(text="a"), answer_format=REGEX)
+        await run(model, prompt=TextPrompt(text="a"), answer_format=REGEX)
         (process,) = set(shared_pool().pids) - before
-        await manager.unload()
+        await model.close()
+        del model
         await auntil(lambda: process not in shared_pool().pids)

@@ -1,12 +1,12 @@
 """Provide the same models in both formats, and entries of the echo engine with the same names and sizes.
 
-Each test in this folder runs on all engines.
+Each test in this folder runs on all engines, on models that the engines have loaded without a manager.
 """
 
 import pytest
 
-from tests.engine.contract.entries import CONTEXT, FEW, SETTINGS, echo_entry
-from tests.support.engines import entry_of, manager_with, until_idle
+from tests.contract.engines.entries import CONTEXT, FEW, SETTINGS, echo_entry
+from tests.support.engines import count_ends, entry_of, loaded, until_idle
 from tests.support.gguf import with_context, with_tokens
 from tests.support.models import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 
@@ -52,34 +52,40 @@ def model_format(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-async def _tiny_manager(chat_models, model_format):
-    async with manager_with(chat_models[model_format], SETTINGS) as manager:
-        yield manager
-
-
 @pytest.fixture
-async def manager(_tiny_manager):
-    """A manager with ``tiny``, shared by the tests of a module, which must not load or unload models."""
-    yield _tiny_manager
-    await until_idle(_tiny_manager)
+def ends(monkeypatch):
+    """Number of ends that each stream has received, by the id of its ``steps``."""
+    return count_ends(monkeypatch)
 
 
 @pytest.fixture(scope="module")
-async def _long_manager(long_models, model_format):
-    async with manager_with(long_models[model_format], FEW) as manager:
-        yield manager
+async def _tiny_model(chat_models, model_format):
+    async with loaded(chat_models[model_format], SETTINGS) as model:
+        yield model
 
 
 @pytest.fixture
-async def busy(_long_manager):
-    """A manager with two slots and a model with a long context, shared like ``manager``."""
-    yield _long_manager
-    await until_idle(_long_manager)
+async def model(_tiny_model):
+    """``tiny`` in memory, shared by the tests of a module, which must not close it."""
+    yield _tiny_model
+    await until_idle(_tiny_model)
+
+
+@pytest.fixture(scope="module")
+async def _long_model(long_models, model_format):
+    async with loaded(long_models[model_format], FEW) as model:
+        yield model
+
+
+@pytest.fixture
+async def busy(_long_model):
+    """A model with two slots and a long context, shared like ``model``."""
+    yield _long_model
+    await until_idle(_long_model)
 
 
 @pytest.fixture
 async def own(long_models, model_format):
-    """The same manager for one test, which may load and unload models."""
-    async with manager_with(long_models[model_format], FEW) as manager:
-        yield manager
+    """The same model for one test, which may close it."""
+    async with loaded(long_models[model_format], FEW) as model:
+        yield model

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from lmx_lab.engine import ChatPrompt, InfillPrompt, TextPrompt, TokenPrompt
+from lmx_lab.engine import ChatPrompt, InfillPrompt, TextPrompt
 from lmx_lab.engine.echo.model import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.weights.tokenizer_files import can_infill
-from tests.engine.contract.entries import SETTINGS, echo_entry
+from tests.contract.engines.entries import SETTINGS, echo_entry
 from tests.support.asking import invalid
 from tests.support.engines import (
     DESCRIBED_TOOLS,
@@ -19,11 +19,9 @@ from tests.support.engines import (
     entry_of,
     finish,
     finish_with_logprobs,
-    load_entry,
-    manager_with,
+    loaded,
     request,
     run,
-    text_of,
 )
 from tests.support.gguf import with_tokens
 from tests.support.models import rename_tokens, write_tiny_llama
@@ -50,12 +48,12 @@ def coders(tmp_path_factory, smollm2, tiny_gguf):
 
 @pytest.fixture(scope="module")
 async def coder(coders, model_format):
-    async with manager_with(coders[model_format], SETTINGS) as manager:
-        yield manager
+    async with loaded(coders[model_format], SETTINGS) as model:
+        yield model
 
 
-async def tokens_of(manager, text):
-    return await manager.encode(request(prompt=TextPrompt(text=text, special=False)))
+async def tokens_of(model, text):
+    return await model.model.encode(request(prompt=TextPrompt(text=text, special=False)))
 
 
 async def test_a_gap_is_marked_by_the_tokens_of_the_model(coder, coders, model_format):
@@ -63,7 +61,7 @@ async def test_a_gap_is_marked_by_the_tokens_of_the_model(coder, coders, model_f
     expected = [PREFIX, *before, SUFFIX, *after, MIDDLE]
     if model_format == "echo":
         expected = [BEGIN, *before, MESSAGE, *after, MESSAGE]
-    assert await coder.encode(request(prompt=GAP)) == expected
+    assert await coder.model.encode(request(prompt=GAP)) == expected
     stream = await coder.submit(request(prompt=GAP, max_tokens=4, ignore_eos=True))
     assert list(stream.prompt) == expected
     text, _ = await finish(stream)
@@ -79,11 +77,11 @@ async def test_the_text_in_a_gap_ends_with_a_token_that_ends_a_file(coder, model
     assert (report.finish_reason, report.output_tokens) == ("stop", 1)
 
 
-async def test_a_model_without_these_tokens_refuses_a_gap(manager, chat_models, model_format):
+async def test_a_model_without_these_tokens_refuses_a_gap(model, chat_models, model_format):
     if model_format == "echo":
         pytest.skip("the echo engine fills gaps")
     with invalid("suffix", "tiny cannot fill a gap before a suffix"):
-        await manager.submit(request(prompt=GAP))
+        await model.submit(request(prompt=GAP))
     assert not can_infill(chat_models[model_format])
 
 
@@ -94,44 +92,41 @@ async def test_parts_around_a_gap_are_checked(coder):
         await coder.submit(request(prompt=InfillPrompt(prefix="a", suffix="word " * 1_000_000)))
 
 
-async def test_the_text_of_a_chat_has_the_tokens_of_its_prompt(manager, model_format):
+async def test_the_text_of_a_chat_has_the_tokens_of_its_prompt(model, model_format):
     chat = request(prompt=ChatPrompt(messages=({"role": "user", "content": "Hi there!"},)))
-    text = await manager.with_model(chat, lambda model: model.render(chat))
+    text = await model.model.render(chat)
     assert "Hi there!" in text
-    tokens = await manager.encode(chat)
-    assert await text_of(manager, tokens) == text
+    tokens = await model.model.encode(chat)
+    assert await model.model.decode(tokens) == text
     if model_format != "echo":
-        assert await tokens_of(manager, text) == tokens
+        assert await tokens_of(model, text) == tokens
     empty = request(prompt=ChatPrompt(messages=({"role": "user"},)))
     with pytest.raises(InvalidRequestError):
-        await manager.with_model(empty, lambda model: model.render(empty))
+        await model.model.render(empty)
 
 
-async def test_the_bytes_of_tokens_are_those_of_their_text(manager, model_format):
+async def test_the_bytes_of_tokens_are_those_of_their_text(model, model_format):
     text = "Naïve 東京 😀\n"
-    tokens = await tokens_of(manager, text)
-    work = request(prompt=TokenPrompt(tokens=()))
-    pieces = await manager.with_model(work, lambda model: model.token_bytes(tokens))
+    tokens = await tokens_of(model, text)
+    pieces = await model.model.token_bytes(tokens)
     assert b"".join(pieces).decode() == text
-    name = await manager.with_model(work, lambda model: model.token_bytes([2]))
+    name = await model.model.token_bytes([2])
     assert name == [b"<|end|>" if model_format == "echo" else b"<|im_end|>"]
     for unknown in (-1, 10**6):
         with pytest.raises(InvalidRequestError, match=f"tokens has the token id {unknown}; tiny knows 0 to"):
-            await text_of(manager, [unknown])
+            await model.model.decode([unknown])
 
 
-async def test_tokens_are_decoded_by_the_model_that_was_looked_up(own, chat_models, model_format):
-    first = own.main
-    await load_entry(own, chat_models[model_format])
-    for decode in (first.decode, first.token_bytes):
+async def test_a_closed_model_decodes_no_tokens(own):
+    assert await own.model.decode([300])
+    await own.close()
+    for decode in (own.model.decode, own.model.token_bytes):
         with pytest.raises(NotLoadedError, match="long has been unloaded"):
             await decode([300])
-    second = own.main
-    assert await second.decode([300]) == await text_of(own, [300])
 
 
-async def test_an_empty_text_has_no_tokens(manager):
-    assert await tokens_of(manager, "") == []
+async def test_an_empty_text_has_no_tokens(model):
+    assert await tokens_of(model, "") == []
 
 
 # The same weights in both formats
@@ -140,8 +135,8 @@ async def test_an_empty_text_has_no_tokens(manager):
 @pytest.fixture(scope="module")
 async def both(chat_models):
     async with (
-        manager_with(chat_models["mlx"], SETTINGS) as mlx,
-        manager_with(chat_models["gguf"], SETTINGS) as gguf,
+        loaded(chat_models["mlx"], SETTINGS) as mlx,
+        loaded(chat_models["gguf"], SETTINGS) as gguf,
     ):
         yield mlx, gguf
 
@@ -160,17 +155,15 @@ async def both(chat_models):
 )
 async def test_both_formats_make_the_same_tokens_of_a_prompt(both, prompt):
     prompts = []
-    for manager in both:
-        async with await manager.submit(request(prompt=prompt, max_tokens=0)) as stream:
+    for model in both:
+        async with await model.submit(request(prompt=prompt, max_tokens=0)) as stream:
             prompts.append(stream.prompt)
     assert prompts[0] == prompts[1]
 
 
 async def test_both_formats_generate_the_same_text_with_the_same_probabilities(both):
     scored_request = request(max_tokens=20, top_logprobs=5, ignore_eos=True)
-    (text, ours), (other, theirs) = [
-        await finish_with_logprobs(await manager.submit(scored_request)) for manager in both
-    ]
+    (text, ours), (other, theirs) = [await finish_with_logprobs(await model.submit(scored_request)) for model in both]
     assert text == other
     for one, two in zip(ours, theirs, strict=True):
         assert (one.token, one.text, one.bytes) == (two.token, two.text, two.bytes)
@@ -180,4 +173,4 @@ async def test_both_formats_generate_the_same_text_with_the_same_probabilities(b
 
 async def test_both_formats_decode_tokens_to_the_same_text(both):
     tokens = [300, 301, 2, 0, 218, 198, 10813, 242, 218]
-    assert len({await text_of(manager, tokens) for manager in both}) == 1
+    assert len({await model.model.decode(tokens) for model in both}) == 1

@@ -6,8 +6,8 @@ import pytest
 
 from lmx_lab.engine import AnswerFormat, Caller, Sampling
 from lmx_lab.engine.scheduler import Turns
-from tests.engine.contract.entries import CONTEXT, FEW
-from tests.support.engines import manager_with, numbers, request, run
+from tests.contract.engines.entries import CONTEXT, FEW
+from tests.support.engines import loaded, numbers, request, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 PLAIN = {"prompt": numbers(20, start=100), "ignore_eos": True}
@@ -22,11 +22,10 @@ WITH_STATE = {
 
 @pytest.fixture
 async def impatient(long_models, model_format):
-    """A manager with two slots, which pauses a request as soon as another client waits."""
-    async with manager_with(
-        long_models[model_format], FEW, turns=Turns(wait_s=0.0, turn_s=0.0, check_s=0.001)
-    ) as manager:
-        yield manager
+    """A model with two slots, which pauses a request as soon as another client waits."""
+    turns = Turns(wait_s=0.0, turn_s=0.0, check_s=0.001)
+    async with loaded(long_models[model_format], FEW, turns=turns) as model:
+        yield model
 
 
 class Reading:
