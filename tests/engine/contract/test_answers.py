@@ -266,6 +266,25 @@ async def test_penalties_count_the_output_and_not_the_prompt(manager, penalty, t
     assert await sample_ids(manager, len(expected), prompt, sampling=sampling) == found
 
 
+@pytest.mark.parametrize("changes", [{}, {"min_tokens": 4}, {"min_tokens": 5}])
+async def test_an_answer_with_penalties_ends_like_others(manager, changes):
+    # Each of three tokens is chosen once. Then the token that ends the text is the most likely one.
+    bias = (*FEW_BIASES[:3], (2, 700.0))
+    sampling = Sampling(temperature=0, logit_bias=bias, presence_penalty=600.0)
+    stream = await manager.submit(request(sampling=sampling, max_tokens=12, top_logprobs=1, **changes))
+    _, entries = await finish_with_logprobs(stream)
+    assert sorted(entry.token for entry in entries[:3]) == [*FEW_TOKENS[:3]]
+    assert (entries[-1].token, entries[-1].ends, stream.report.finish_reason) == (2, True, "stop")
+    assert len(entries) == stream.report.output_tokens >= max(4, changes.get("min_tokens", 0))
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+async def test_an_enforced_format_with_penalties_is_complete(manager, penalty):
+    sampling = Sampling(temperature=0, **{penalty: 1.1})
+    text, report = await run(manager, sampling=sampling, max_tokens=60, answer_format=WORDS)
+    assert (text, report.finish_reason) == ("über 😀東京é!", "stop")
+
+
 async def test_a_prompt_is_not_penalized_at_all(manager):
     prompt = TokenPrompt(tokens=(*PROMPT.tokens, *FEW_TOKENS[:1] * 20))
     plain = await sample_ids(manager, 1, prompt)
