@@ -136,14 +136,14 @@ def request_id_of(connection: HTTPConnection) -> str | None:
     return request_id
 
 
-def client_of(connection: HTTPConnection) -> str | None:
-    """Return the address of the client, among which slots are shared; None if it is not known.
+def client_of(connection: HTTPConnection) -> str:
+    """Return the address of the client, among which slots are shared.
 
     Behind a proxy on this machine, it is followed by the address that the proxy has added. Clients can choose it if the
     proxy adds none, but then they all come from the same proxy.
     """
     if connection.client is None:
-        return None
+        return "unknown"
     address = connection.client.host
     forwarded = connection.headers.getlist("x-forwarded-for") if is_loopback(address) else []
     return f"{address} {forwarded[-1].rpartition(',')[2].strip()[:100]}" if forwarded else address

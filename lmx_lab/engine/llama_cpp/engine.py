@@ -119,6 +119,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
                 turns=host.turns,
                 slot_files=slot_files,
                 state_bytes=state_bytes,
+                reserve_bytes=settings.disk_reserve_bytes,
                 uses_drafts=uses_drafts,
             )
         fingerprint = f"llama.cpp-{version(PACKAGE)}"

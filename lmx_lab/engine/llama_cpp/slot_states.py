@@ -7,8 +7,9 @@ is needed: in files of the process's private folder, which are removed with it. 
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from lmx_lab.engine.requests import SHARED
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
 
+log = logging.getLogger(__name__)
 MIN_SIMILARITY = 0.1
 """Share of the prompt that a slot must begin with to be used for it. Otherwise, the longest unused slot is taken."""
 MIN_KEPT = 0.5
@@ -49,6 +51,7 @@ class SlotStates:
         files: Keeps states on disk; None if that is off.
         folder: The private folder of the process.
         limit_bytes: Maximum size of all saved states. The least recently used ones are dropped first.
+        reserve_bytes: Disk space that must remain free.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class SlotStates:
         files: SlotFiles | None,
         folder: Path,
         limit_bytes: int,
+        reserve_bytes: int,
     ) -> None:
         self._connection = connection
         self._running = running
@@ -67,6 +71,7 @@ class SlotStates:
         self._files = files
         self._folder = folder
         self._limit_bytes = limit_bytes
+        self._reserve_bytes = reserve_bytes
         self._saved: list[SavedState] = []
         """In the order of their last use."""
 
@@ -113,15 +118,22 @@ class SlotStates:
         if any(shared_length(tokens, state.tokens) == len(tokens) for state in known):
             return
         # The file of a cancelled request is overwritten by the next one.
-        name = f"saving-{slot.id}.bin"
-        with contextlib.suppress(RefusedError, OSError):
-            saved = await self._connection.post(f"/slots/{slot.id}?action=save", {"filename": name})
-            path = (self._folder / name).rename(self._folder / f"state-{secrets.token_hex(4)}.bin")
-            self._saved.append(SavedState(scope=scope, tokens=tokens, path=path, nbytes=int(saved["n_written"])))
-            for state in known:
-                if shared_length(tokens, state.tokens) == len(state.tokens):
-                    self._drop(state)
-        while sum(state.nbytes for state in self._saved) > self._limit_bytes:
+        file = self._folder / f"saving-{slot.id}.bin"
+        try:
+            written = await self._connection.post(f"/slots/{slot.id}?action=save", {"filename": file.name})
+            path = file.rename(self._folder / f"state-{secrets.token_hex(4)}.bin")
+        except (RefusedError, OSError) as exc:
+            log.debug("the state of a slot was not saved: %s", exc)
+            file.unlink(missing_ok=True)
+            return
+        self._saved.append(SavedState(scope=scope, tokens=tokens, path=path, nbytes=int(written["n_written"])))
+        for state in known:
+            if shared_length(tokens, state.tokens) == len(state.tokens):
+                self._drop(state)
+        while self._saved and (
+            sum(state.nbytes for state in self._saved) > self._limit_bytes
+            or shutil.disk_usage(self._folder).free < self._reserve_bytes
+        ):
             self._drop(self._saved[0])
 
     async def _restore(self, state: SavedState, slot: Slot) -> bool:

@@ -45,7 +45,7 @@ class LlamaSlots:
     Args:
         slot_files: Keeps the slots on disk; None if that is off.
         uses_drafts: Whether llama.cpp drafts tokens, with a draft model or by prompt lookup.
-        state_bytes: See ``SlotStates``.
+        state_bytes, reserve_bytes: Limits of ``SlotStates``.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class LlamaSlots:
         slot_files: SlotFiles | None,
         uses_drafts: bool,
         state_bytes: int,
+        reserve_bytes: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._process = tokenizer.process
@@ -77,6 +78,7 @@ class LlamaSlots:
             files=slot_files,
             folder=self._process.folder,
             limit_bytes=state_bytes,
+            reserve_bytes=reserve_bytes,
         )
 
     def update(self) -> None:

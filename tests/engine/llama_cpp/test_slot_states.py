@@ -1,11 +1,12 @@
 """Conversations without a slot of llama.cpp are continued from their saved states."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from lmx_lab.engine import Caller, TokenPrompt
-from tests.support.engines import LLAMA_SETTINGS, entry_of, manager_with, numbers, run
+from tests.support.engines import LLAMA_SETTINGS, entry_of, manager_with, numbers, request, run, until_busy, until_idle
 
 pytestmark = pytest.mark.anyio
 CALLERS = [Caller(client=f"192.168.1.{number}") for number in range(5)]
@@ -33,8 +34,11 @@ async def test_more_conversations_than_slots_keep_their_prefixes(long_gguf, call
         assert [(text, report.cached_tokens) for text, report in again] == [(text, 99) for text in texts]
 
 
-async def test_without_memory_for_prefixes_only_slots_keep_them(long_gguf):
-    async with manager_with(entry_of(long_gguf), replace(LLAMA_SETTINGS, prefix_cache_bytes=0)) as manager:
+@pytest.mark.parametrize(
+    "limit", [{"prefix_cache_bytes": 0}, {"prefix_cache_bytes": 1000}, {"disk_reserve_bytes": 2**60}]
+)
+async def test_without_room_for_states_only_slots_keep_them(long_gguf, limit):
+    async with manager_with(entry_of(long_gguf), replace(LLAMA_SETTINGS, **limit)) as manager:
         for prompt, caller in zip(PROMPTS[:3], CALLERS[:3], strict=True):
             await cached(manager, prompt, caller)
         assert [await cached(manager, PROMPTS[at], CALLERS[at]) for at in (2, 0)] == [99, 0]
@@ -47,3 +51,28 @@ async def test_files_of_another_caller_are_not_restored(long_gguf, tmp_path):
     for caller, expected in ((CALLERS[1], 0), (CALLERS[0], 99)):
         async with manager_with(entry_of(long_gguf), settings) as manager:
             assert await cached(manager, PROMPTS[0], caller) == expected
+
+
+async def test_a_request_that_is_cancelled_leaves_nothing_to_another_caller(long_gguf):
+    async with manager_with(entry_of(long_gguf), replace(LLAMA_SETTINGS, slots=1)) as manager:
+        for at in range(10):
+            await cached(manager, PROMPTS[at % 2], CALLERS[0])
+            stream = await manager.submit(request(prompt=PROMPTS[at % 2], caller=CALLERS[1]))
+            await until_busy(manager)
+            for _ in range(at):
+                await asyncio.sleep(0)
+            await stream.aclose()
+            await until_idle(manager)
+            fresh = Caller(client=f"192.168.2.{at}")
+            assert await cached(manager, PROMPTS[at % 2], fresh) == 0
+
+
+async def test_a_shared_prefix_is_found_again_after_it_has_lost_its_slot(long_gguf):
+    async with manager_with(entry_of(long_gguf), LLAMA_SETTINGS) as manager:
+        await run(manager, prompt=PROMPTS[0], caller=Caller(local=True), share_prefix=True)
+        for at in range(1, 5):
+            await cached(manager, PROMPTS[at], CALLERS[at])
+        turns = [TokenPrompt(tokens=(*PROMPTS[0].tokens, *range(7 + at, 50 + at))) for at in range(4)]
+        assert [await cached(manager, turn, caller) for turn, caller in zip(turns, CALLERS[:4], strict=True)] == [
+            100
+        ] * 4
