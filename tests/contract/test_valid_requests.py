@@ -44,6 +44,7 @@ def _loaded(lab):
         ("POST", "/v1/messages/count_tokens", {"model": "echo", "messages": HELLO}),
         ("POST", "/v1/responses", {"model": "echo", "input": "hello", "max_output_tokens": 8}),
         ("POST", "/v1/responses/compact", {"model": "echo", "input": HELLO}),
+        ("POST", "/v1/responses/input_tokens", {"model": "echo", "input": HELLO}),
         ("POST", "/v1/responses", {"model": "echo", "input": HELLO, "tools": [{"type": "web_search"}], "stream": True}),
         ("GET", "/health", None),
         ("GET", "/props", None),

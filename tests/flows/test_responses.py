@@ -212,6 +212,16 @@ class City(BaseModel):
     days: int
 
 
+def test_the_input_tokens_of_a_request_are_those_that_its_answer_reports(client):
+    body = {"model": "echo", "input": "How salty is the sea?", "instructions": "Be brief."}
+    first = client.responses.create(**body)
+    assert client.responses.input_tokens.count(**body).input_tokens == first.usage.input_tokens
+    follow = {"model": "echo", "input": "And the lake?", "previous_response_id": first.id}
+    counted = client.responses.input_tokens.count(**follow)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == client.responses.create(**follow).usage.input_tokens > first.usage.input_tokens
+
+
 def test_helpers_of_openai_python_stream_and_parse(client):
     content = '<think>hm</think>{"name": "Rome", "days": 3}'
     with client.responses.stream(model="echo", input=content, text_format=City) as stream:

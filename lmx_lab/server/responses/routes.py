@@ -23,7 +23,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import detail_for
 from lmx_lab.http.openapi import event_stream, failures, link
 from lmx_lab.http.streaming import while_connected
-from lmx_lab.server.answers import AnswerRequest, Choices, answer_headers, respond
+from lmx_lab.server.answers import AnswerRequest, Choices, answer_headers, ignored_header, respond
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.responses.convert import NAMES, ConvertedRequest, convert_request, input_items, shared_fields
@@ -35,6 +35,7 @@ from lmx_lab.wire.responses import (
     CompactedResponse,
     CompactRequest,
     DeletedResponse,
+    InputTokens,
     MessageItem,
     ModelResponse,
     ResponseEvent,
@@ -94,6 +95,17 @@ def responses_routes(service: InferenceService) -> APIRouter:
         """Answer a conversation in the Responses format: completely, with `stream: true` as named events, or with
         `background: true` immediately, before the answer is generated."""
         return await _respond(service, store, body, request)
+
+    @router.post("/input_tokens", response_model=InputTokens, responses=INFERENCE_ERRORS)
+    async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+        """Count the tokens of a conversation, with its tools, as the model reads them."""
+        previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
+        with NAMES.in_errors():
+            prepared = await asyncio.to_thread(_prepare, body, previous)
+            wanted = replace(generation_request(prepared.request.chat), caller=service.caller_of(request))
+            count = InputTokens(input_tokens=len(await while_connected(request, service.manager.encode(wanted))))
+        headers = ignored_header(body.ignored())
+        return Response(count.model_dump_json(), media_type="application/json", headers=headers)
 
     @router.post("/compact", response_model=CompactedResponse, responses=INFERENCE_ERRORS)
     async def compact_response(body: CompactRequest, request: Request) -> Response:
