@@ -474,6 +474,13 @@ class ResponseItems(BaseModel):
     """Whether there are more items after the last one."""
 
 
+class InputTokens(BaseModel):
+    """The answer of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(BaseModel):
     """The answer of DELETE /v1/responses/{id}."""
 
