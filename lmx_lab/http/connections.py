@@ -228,7 +228,7 @@ class HttpProtocol(H11Protocol):
         Before a response, status 100 is written, which clients ignore (RFC 9110, 15.2). HTTP/1.0 has nothing of this
         kind, so its clients get a response only if it begins soon.
         """
-        if self.transport.is_closing():
+        if self._ending or self.transport.is_closing():
             return
         has_left = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         if not has_left and not self.cycle.response_started:
