@@ -278,13 +278,3 @@ def test_a_server_stops_with_a_response_in_the_background(tmp_path):
     with serving(tmp_path, "echo", echo_tokens_per_s=100) as lab, httpx2.Client(base_url=lab.url) as http:
         assert http.post(PATH, json=body(input=ENDLESS_TEXT, background=True)).json()["status"] == "in_progress"
         until(lambda: manager_of(lab).snapshot.active_requests == 1)
-
-
-def test_the_tokens_of_a_request_are_counted(http):
-    body = {"model": "default", "input": "hello", "instructions": "Be brief.", "tools": TOOLS}
-    counted = http.post(f"{PATH}/input_tokens", json=body).json()
-    first = http.post(PATH, json=body).json()
-    assert counted == {"object": "response.input_tokens", "input_tokens": first["usage"]["input_tokens"]}
-    later = {"input": "and now?", "previous_response_id": first["id"]}
-    usage = http.post(PATH, json=later).json()["usage"]
-    assert http.post(f"{PATH}/input_tokens", json=later).json()["input_tokens"] == usage["input_tokens"]

@@ -116,15 +116,6 @@ def responses_routes(service: InferenceService) -> APIRouter:
             wanted = await asyncio.to_thread(_prepare_compaction, body, previous)
         return await respond(service, request, wanted)
 
-    @router.post("/input_tokens", responses=INFERENCE_ERRORS)
-    async def count_input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
-        """Count the tokens of a conversation, with its tools, as the model reads them."""
-        previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
-        with NAMES.in_errors():
-            prepared = await asyncio.to_thread(_prepare, body, previous)
-            wanted = replace(generation_request(prepared.request.chat), caller=service.caller_of(request))
-            return InputTokens(input_tokens=len(await while_connected(request, service.manager.encode(wanted))))
-
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
     async def get_response(response_id: str, stream: NotStreamed = False) -> Response:
         """Return a stored response in its current state."""
