@@ -134,6 +134,8 @@ class ChatMessage(LenientModel):
     """Only in messages of the assistant: the text of an answer that refuses."""
     audio: Any = None
     """Only in messages of the assistant: an answer as audio, which the model does not hear."""
+    prefix: bool | None = None
+    """DeepSeek's name for ``continue_final_message``, in the last message."""
     function_call: Annotated[Any, Neutral("function calls in messages (send tool_calls, which replaced them)")] = None
     # openai-python's ``parse`` adds this field to an answer; it repeats the content.
     parsed: Any = None
@@ -211,6 +213,11 @@ class ChatRequest(CompatibleFields):
     """A variable of the chat template. ``none`` also disables reasoning in templates with ``enable_thinking``."""
 
     # Extensions.
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, which must be one of the assistant. Null continues it if it is one
+    and neither a format of the answer nor a call is enforced."""
+    add_generation_prompt: bool | None = None
+    """True begins a new answer also after a message of the assistant; false is only valid with a continuation."""
     chat_template_kwargs: TemplateVariables | None = None
     """Variables of the chat template; they override ``reasoning_effort``."""
     thinking_token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
