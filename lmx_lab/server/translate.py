@@ -78,12 +78,16 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
     answer_format = _answer_format(request)
     is_enforced = answer_format is not None or (tools is not None and tools.forced)
     effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    off = {"enable_thinking": False} if request.reasoning_effort == "none" else {}
+    thinks = None if request.reasoning_effort != "none" else False
+    if request.thinking is not None and request.thinking.type in ("enabled", "disabled"):
+        thinks = request.thinking.type == "enabled"
+    thinks = thinks if request.enable_thinking is None else request.enable_thinking
+    thinking = {} if thinks is None else {"enable_thinking": thinks}
     return GenerationRequest(
         prompt=ChatPrompt(
             messages=tuple(_messages(request.messages)),
             tools=tools,
-            template_options={**effort, **off, **(request.chat_template_kwargs or {})},
+            template_options={**effort, **thinking, **(request.chat_template_kwargs or {})},
             continues=_continues(request, is_enforced=is_enforced),
         ),
         # If a tool call is forced, the answer contains no text that could have a format.

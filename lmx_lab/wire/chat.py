@@ -36,7 +36,7 @@ from lmx_lab.wire.base import (
 )
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat, json_text
-from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
+from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Hint, Timings, Usage
 from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import (
     PART_LIMIT,
@@ -188,6 +188,12 @@ TemplateVariables = TypeAliasType(
 )
 
 
+class ThinkingSwitch(LenientModel):
+    """Whether the model reasons before its answer. Models that do not reason ignore it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
 class ChatRequest(CompatibleFields):
     """The body of POST /v1/chat/completions and the message of WS /v1/chat/stream."""
 
@@ -212,6 +218,15 @@ class ChatRequest(CompatibleFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """A variable of the chat template. ``none`` also disables reasoning in templates with ``enable_thinking``."""
 
+    thinking: ThinkingSwitch | None = None
+    """Whether the model reasons, in the spelling of DeepSeek, GLM and Kimi."""
+    enable_thinking: bool | None = None
+    """The same in that of Qwen."""
+
+    # Hints, which cannot make an answer wrong.
+    verbosity: Hint = None
+    prediction: Hint = None
+
     # Extensions.
     continue_final_message: bool | None = None
     """Whether the answer continues the last message, which must be one of the assistant. Null continues it if it is one
@@ -228,16 +243,21 @@ class ChatRequest(CompatibleFields):
     function_call: Annotated[
         Any, Neutral("choices of functions (send tools and tool_choice, which replaced them)", ("none", "auto"))
     ] = None
-    verbosity: Annotated[Any, Neutral("levels of verbosity", ("medium",))] = None
     audio: Annotated[Any, NO_AUDIO] = None
     modalities: Annotated[Any, Neutral("modalities other than text", (["text"],))] = None
-    prediction: Annotated[Any, Neutral("predicted outputs")] = None
     web_search_options: Annotated[Any, Neutral("web searches")] = None
     moderation: Annotated[Any, Neutral("moderations")] = None
+    echo: Annotated[Any, Neutral("echoes of a chat", (False,))] = None
+    add_special_tokens: Annotated[Any, Neutral("special tokens around a chat", (False,))] = None
+    documents: Annotated[Any, Neutral("documents (send them in messages)", ([],))] = None
+    chat_template: Annotated[Any, Neutral("templates in requests (the model's own is used)", ("",))] = None
+    parse_tool_calls: Annotated[Any, Neutral("calls as text (leave tools out)", (True,))] = None
+    include_reasoning: Annotated[Any, Neutral("answers without their reasoning", (True,))] = None
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
         yield from super().ignored()
+        yield from (name for name in ("verbosity", "prediction") if getattr(self, name) is not None)
         yield from unknown_fields(self)
         kept = unique_functions(self.tools or ())
         for tool in self.tools or ():
