@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from llguidance import LLMatcher
@@ -16,9 +17,9 @@ from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.requests import AnswerStart, ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
 from lmx_lab.engine.stream import Mailbox
-from lmx_lab.engine.text.chat_format_detection import TAIL_TOKENS, ChatFormat, ReasoningState
+from lmx_lab.engine.text.chat_format_detection import CONTINUED, TAIL_TOKENS, ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode, TextSplitter
-from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_request, write_chat
+from lmx_lab.engine.tokenizing.templates import TemplateBusyError, TemplateLimitError, render_request, write_chat
 from lmx_lab.engine.validation import (
     check_characters,
     check_length,
@@ -221,6 +222,8 @@ async def encode_prompt(tokenizer: Tokenizer[Row], request: GenerationRequest) -
         case ChatPrompt():
             check_messages(prompt.messages)
             tokens, tail = await tokenizer.encode_chat(request, prompt)
+            if prompt.continues:
+                return tokens, tokenizer.chat_format.state_within(str(prompt.messages[-1]["content"]))
     return tokens, tokenizer.reasoning(request, tail) if isinstance(prompt, ChatPrompt) else "closed"
 
 
@@ -229,6 +232,8 @@ async def render_chat_template(
 ) -> str:
     """Return the text of a chat, rendered with the chat template of a model in the sandbox.
 
+    A template that refuses the messages gets them again as the strictest templates require them.
+
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``, or the tokenizer of a GGUF file.
 
@@ -236,31 +241,50 @@ async def render_chat_template(
         InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits.
     """
 
-    def write() -> bytes | str:
+    def write(*, strict: bool) -> bytes | str:
         if not tokenizer.has_chat_template:
             raise InvalidRequestError(
                 f"{entry.id} has no chat template; send a prompt to /v1/completions instead", param="model"
             )
-        given = chat_format.template_input(request, chat)
+        given = chat_format.template_input(request, chat, strict=strict)
         messages = given.pop("messages")
-        return write_chat(tokenizer, messages, add_generation_prompt=True, **given, **chat.template_options)
+        is_open = not chat.continues
+        return write_chat(tokenizer, messages, add_generation_prompt=is_open, **given, **chat.template_options)
 
-    try:
-        # Each request has its own thread, because many messages take a long time.
-        return await render_request(await in_thread(write, name="lmx-lab-template"))
-    except LabError:
-        raise
-    except TemplateLimitError as exc:
-        log.warning("request %s: the chat template of %s %s", request.caller.request_id, entry.id, exc)
+    text, refusal = None, None
+    for strict in (False, True):
+        try:
+            # Each request has its own thread, because many messages take a long time.
+            text = await render_request(await in_thread(partial(write, strict=strict), name="lmx-lab-template"))
+            break
+        except LabError:
+            raise
+        except TemplateLimitError as exc:
+            log.warning("request %s: the chat template of %s %s", request.caller.request_id, entry.id, exc)
+            raise InvalidRequestError(
+                f"the chat template of {entry.id} {exc}; send less, or use another model",
+                param="messages",
+            ) from exc
+        # A template is a program that belongs to the model, and may raise any error. The error about the messages as
+        # they were sent is shown.
+        except Exception as exc:
+            refusal = refusal or exc
+            if isinstance(exc, TemplateBusyError):
+                break
+    if text is None:
         raise InvalidRequestError(
-            f"the chat template of {entry.id} {exc}; send less, or use another model",
+            f"the chat template of {entry.id} refuses these messages: {refusal}", param="messages"
+        ) from refusal
+    if not chat.continues:
+        return text
+    beginning, found, _ = text.rpartition(CONTINUED)
+    if not found:
+        raise InvalidRequestError(
+            f"the chat template of {entry.id} does not write the last message, so it cannot be continued; end with a "
+            "message of the user",
             param="messages",
-        ) from exc
-    # A template is a program that belongs to the model, and may raise any error.
-    except Exception as exc:
-        raise InvalidRequestError(
-            f"the chat template of {entry.id} refuses these messages: {exc}", param="messages"
-        ) from exc
+        )
+    return beginning
 
 
 async def token_of(tokenizer: Tokenizer[Row], named: int | str, param: str) -> int:

@@ -71,13 +71,16 @@ class ToolUse:
 class ChatPrompt:
     """Messages of the chat format, for the model's own chat template.
 
-    The ``arguments`` of tool calls in the messages are objects, and not JSON strings as in the chat format.
+    The ``arguments`` of tool calls in the messages are objects, and not JSON strings as in the chat format; a text is
+    that of a call that was cut off.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: ToolUse | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the template, such as ``enable_thinking`` or ``reasoning_effort``."""
+    continues: bool = False
+    """Whether the answer continues the last message, which is one of the assistant without calls."""
 
 
 @dataclass(frozen=True, kw_only=True)

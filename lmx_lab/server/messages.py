@@ -49,6 +49,7 @@ from lmx_lab.wire.messages import (
 PING = named_event("ping", '{"type":"ping"}')
 NAMES = FieldNames(
     {
+        "continue_final_message": "messages",
         "tools.*.function.parameters": "tools.*.input_schema",
         "tools.*.function": "tools.*",
         "tool_choice.function": "tool_choice",
@@ -124,20 +125,13 @@ def chat_request(body: CountRequest) -> ChatRequest:
     """Convert a request to the chat format.
 
     Raises:
-        InvalidRequestError: a block cannot be read, the last message is of the assistant, or the request exceeds a
-            limit of the chat format.
+        InvalidRequestError: a block cannot be read, or the request exceeds a limit of the chat format.
     """
     tools = [
         function_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
         for tool in body.tools or ()
         if tool.input_schema is not None
     ]
-    if body.messages[-1].role == "assistant":
-        raise InvalidRequestError(
-            "messages: the last message has the role assistant, and this server cannot continue an answer; end with a "
-            "message of the user",
-            param="messages",
-        )
     history = ChatHistory()
     system = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
     # Claude Code adds this block. It differs in every request, so a prompt that contained it would never be in the
@@ -148,6 +142,8 @@ def chat_request(body: CountRequest) -> ChatRequest:
     for number, message in enumerate(body.messages):
         _add_message(history, message, f"messages.{number}", is_newest=number == newest)
     fields: dict[str, Any] = {"model": body.model, "messages": history.messages()}
+    if (last := fields["messages"][-1]).role == "assistant" and not last.tool_calls:
+        fields["continue_final_message"] = True
     if tools:
         fields["tools"] = tools
         if (choice := body.tool_choice) is not None:

@@ -64,6 +64,7 @@ OPTIONS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freque
 """Options that have the same name in the chat format."""
 NAMES = FieldNames(
     {
+        "continue_final_message": "messages",
         "response_format.json_schema.schema": "format",
         "response_format": "format",
         "reasoning_effort": "think",
@@ -234,7 +235,13 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
             }
             for each in functions
         ]
-        return _chat_request(body, messages=_chat_messages(body.messages), tools=tools or None)
+        last = body.messages[-1]
+        return _chat_request(
+            body,
+            messages=_chat_messages(body.messages),
+            tools=tools or None,
+            continue_final_message=last.role == "assistant" and not last.tool_calls,
+        )
     system = [{"role": "system", "content": body.system}] if body.system else []
     request = _chat_request(body, messages=[*system, {"role": "user", "content": body.prompt or ""}])
     if not body.raw and not body.suffix:
@@ -276,12 +283,6 @@ def _chat_request(body: OllamaGenerationBody, **fields: Any) -> GenerationReques
 
 
 def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    if messages[-1].role == "assistant":
-        raise InvalidRequestError(
-            "messages: the last message has the role assistant, and this server cannot continue an answer; end with a "
-            "message of the user",
-            param="messages",
-        )
     converted, calls = [], OpenCalls()
     for message in messages:
         content: Any = message.content or ""

@@ -37,6 +37,11 @@ from lmx_lab.wire.tokens import (
     TokenizeRequest,
 )
 
+CHAT_FIELDS = (
+    *("model", "messages", "tools", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+"""Fields of a chat that ``/tokenize`` accepts."""
 NAMES = {"repetition_penalty": "repeat_penalty"}
 """llama.cpp's names for parameters that have other names here."""
 
@@ -52,7 +57,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
             prompt = TextPrompt(text=body.text, special=body.special)
             wanted = GenerationRequest(prompt=prompt, model=requested_model(body.model))
         else:
-            fields = {name: getattr(body, name) for name in ("model", "messages", "tools", "chat_template_kwargs")}
+            fields = {name: getattr(body, name) for name in CHAT_FIELDS}
             wanted = generation_request(validated(ChatRequest, fields))
         wanted = replace(wanted, caller=Caller(local=is_local(request.scope)))
         tokens = await while_connected(request, manager.encode(wanted))

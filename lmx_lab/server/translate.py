@@ -78,16 +78,23 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
             only=only,
             parallel=request.parallel_tool_calls is not False,
         )
+    answer_format = _answer_format(request)
+    is_enforced = answer_format is not None or (tools is not None and tools.forced)
     effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    off = {"enable_thinking": False} if request.reasoning_effort == "none" else {}
+    thinks = None if request.reasoning_effort != "none" else False
+    if request.thinking is not None and request.thinking.type in ("enabled", "disabled"):
+        thinks = request.thinking.type == "enabled"
+    thinks = thinks if request.enable_thinking is None else request.enable_thinking
+    thinking = {} if thinks is None else {"enable_thinking": thinks}
     return GenerationRequest(
         prompt=ChatPrompt(
             messages=tuple(_messages(request.messages)),
             tools=tools,
-            template_options={**effort, **off, **(request.chat_template_kwargs or {})},
+            template_options={**effort, **thinking, **(request.chat_template_kwargs or {})},
+            continues=_continues(request, is_enforced=is_enforced),
         ),
         # If a tool call is forced, the answer contains no text that could have a format.
-        answer_format=None if tools is not None and tools.forced else _answer_format(request),
+        answer_format=None if tools is not None and tools.forced else answer_format,
         steer=tuple(request.steer or ()),
         share_prefix=bool(request.share_prefix),
         thinking_budget=request.thinking_token_budget,
@@ -163,6 +170,39 @@ def _sampling(request: CompatibleFields, *, temperature: float) -> Sampling:
         # Converted to a dict first: "7" and "07" are the same token, of which the last bias is used.
         logit_bias=tuple({int(token): bias for token, bias in (request.logit_bias or {}).items()}.items()),
     )
+
+
+def _continues(request: ChatRequest, *, is_enforced: bool) -> bool:
+    """Return whether the answer continues the last message.
+
+    Args:
+        is_enforced: Whether the answer has a format or must be a call.
+
+    Raises:
+        InvalidRequestError: the request requires a continuation, which is not possible.
+    """
+    last, field = request.messages[-1], "continue_final_message"
+    asked = last.prefix if request.continue_final_message is None else request.continue_final_message
+    can_continue = last.role == "assistant" and not last.tool_calls
+    if request.continue_final_message and not can_continue:
+        problem = (
+            "is true, but the last message is not one of the assistant without tool_calls; end with the message that "
+            "the answer should continue"
+        )
+    elif asked and can_continue and request.add_generation_prompt:
+        problem = "is true, and so is add_generation_prompt, which begins a new answer; leave one of them out"
+    elif asked and can_continue and is_enforced:
+        problem = (
+            "a format of the answer or a forced call is enforced from the beginning of the answer, and cannot be "
+            "combined with the continuation of the last message; leave one of them out"
+        )
+    else:
+        continues = can_continue and not request.add_generation_prompt and (not is_enforced if asked is None else asked)
+        if continues or request.add_generation_prompt is not False:
+            return continues
+        field = "add_generation_prompt"
+        problem = "is false, which is only supported with a last message that the answer continues; leave it out"
+    raise InvalidRequestError(f"{field}: {problem}", param=field)
 
 
 def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:

@@ -37,6 +37,10 @@ NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 # A named type, because members of a union must be hashable, and FailFast is not.
 Stops = TypeAliasType("Stops", Annotated[list[Stop], FailFast(), Field(max_length=16)])
+NO_EMPTY_STOPS = BeforeValidator(
+    lambda value: [each for each in value if each != ""] if isinstance(value, list) else None if value == "" else value
+)
+"""Removes empty stop strings, with which other servers mean none."""
 WHOLE = BeforeValidator(whole)
 """Accepts 5.0 for 5. It comes after the bounds of a field, so that these are in its JSON schema too."""
 LISTED = BeforeValidator(listed)

@@ -36,7 +36,7 @@ from lmx_lab.wire.base import (
 )
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat, json_text
-from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
+from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Hint, Timings, Usage
 from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import (
     PART_LIMIT,
@@ -134,6 +134,8 @@ class ChatMessage(LenientModel):
     """Only in messages of the assistant: the text of an answer that refuses."""
     audio: Any = None
     """Only in messages of the assistant: an answer as audio, which the model does not hear."""
+    prefix: bool | None = None
+    """DeepSeek's name for ``continue_final_message``, in the last message."""
     function_call: Annotated[Any, Neutral("function calls in messages (send tool_calls, which replaced them)")] = None
     # openai-python's ``parse`` adds this field to an answer; it repeats the content.
     parsed: Any = None
@@ -186,6 +188,12 @@ TemplateVariables = TypeAliasType(
 )
 
 
+class ThinkingSwitch(LenientModel):
+    """Whether the model reasons before its answer. Models that do not reason ignore it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
 class ChatRequest(CompatibleFields):
     """The body of POST /v1/chat/completions and the message of WS /v1/chat/stream."""
 
@@ -210,7 +218,21 @@ class ChatRequest(CompatibleFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """A variable of the chat template. ``none`` also disables reasoning in templates with ``enable_thinking``."""
 
+    thinking: ThinkingSwitch | None = None
+    """Whether the model reasons, in the spelling of DeepSeek, GLM and Kimi."""
+    enable_thinking: bool | None = None
+    """The same in that of Qwen."""
+
+    # Hints, which cannot make an answer wrong.
+    verbosity: Hint = None
+    prediction: Hint = None
+
     # Extensions.
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, which must be one of the assistant. Null continues it if it is one
+    and neither a format of the answer nor a call is enforced."""
+    add_generation_prompt: bool | None = None
+    """True begins a new answer also after a message of the assistant; false is only valid with a continuation."""
     chat_template_kwargs: TemplateVariables | None = None
     """Variables of the chat template; they override ``reasoning_effort``."""
     thinking_token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
@@ -221,16 +243,21 @@ class ChatRequest(CompatibleFields):
     function_call: Annotated[
         Any, Neutral("choices of functions (send tools and tool_choice, which replaced them)", ("none", "auto"))
     ] = None
-    verbosity: Annotated[Any, Neutral("levels of verbosity", ("medium",))] = None
     audio: Annotated[Any, NO_AUDIO] = None
     modalities: Annotated[Any, Neutral("modalities other than text", (["text"],))] = None
-    prediction: Annotated[Any, Neutral("predicted outputs")] = None
     web_search_options: Annotated[Any, Neutral("web searches")] = None
     moderation: Annotated[Any, Neutral("moderations")] = None
+    echo: Annotated[Any, Neutral("echoes of a chat", (False,))] = None
+    add_special_tokens: Annotated[Any, Neutral("special tokens around a chat", (False,))] = None
+    documents: Annotated[Any, Neutral("documents (send them in messages)", ([],))] = None
+    chat_template: Annotated[Any, Neutral("templates in requests (the model's own is used)", ("",))] = None
+    parse_tool_calls: Annotated[Any, Neutral("calls as text (leave tools out)", (True,))] = None
+    include_reasoning: Annotated[Any, Neutral("answers without their reasoning", (True,))] = None
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
         yield from super().ignored()
+        yield from (name for name in ("verbosity", "prediction") if getattr(self, name) is not None)
         yield from unknown_fields(self)
         kept = unique_functions(self.tools or ())
         for tool in self.tools or ():

@@ -15,6 +15,7 @@ from typing_extensions import TypeAliasType
 from lmx_lab.values.steering import STEER_LIMIT, SteeringVector
 from lmx_lab.wire.base import (
     ANY_MODEL,
+    NO_EMPTY_STOPS,
     WHOLE,
     AnyModel,
     Biases,
@@ -67,6 +68,8 @@ class StreamOptions(RequestModel):
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    # vLLM. A stream has its usage at the end.
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationFields(RequestModel):
@@ -86,7 +89,7 @@ class GenerationFields(RequestModel):
     logit_bias: Biases | None = None
     seed: Annotated[int, WHOLE] | None = None
     n: Choices | None = None
-    stop: Stop | Stops | None = None
+    stop: Annotated[Stop | Stops | None, NO_EMPTY_STOPS] = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Number of tokens before which neither the end of the text nor a stop string ends the answer."""
@@ -142,6 +145,7 @@ class Hints(RequestModel):
     priority: Hint = None
     cache_salt: Hint = None
     guided_decoding_backend: Hint = None
+    return_tokens_as_token_ids: Hint = None
 
     # Programs that load models themselves: Ollama and LM Studio.
     keep_alive: Hint = None
@@ -153,11 +157,15 @@ class Hints(RequestModel):
     transforms: Hint = None
     models: Hint = None
     route: Hint = None
+    usage: Hint = None
 
     def ignored(self) -> Iterator[str]:
         """Yield the names of the given hints."""
         given = self.model_fields_set
         yield from (name for name in Hints.model_fields if name in given and getattr(self, name) is not None)
+        options = getattr(self, "stream_options", None)
+        if options is not None and options.continuous_usage_stats:
+            yield "stream_options.continuous_usage_stats"
 
 
 class CompatibleFields(GenerationFields, Hints):
@@ -202,6 +210,31 @@ class CompatibleFields(GenerationFields, Hints):
     typical_p: Annotated[Any, Neutral("locally typical samplers", (1,))] = None
     dynatemp_range: Annotated[Any, Neutral("dynamic temperatures", (0,))] = None
     mirostat: Annotated[Any, Neutral("Mirostat samplers", (0,))] = None
+    tfs_z: Annotated[Any, Neutral("tail-free samplers", (1,))] = None
+    top_a: Annotated[Any, Neutral("top-a samplers", (0,))] = None
+    top_n_sigma: Annotated[Any, Neutral("top-n-sigma samplers", (-1, 0))] = None
+    n_discard: Annotated[Any, Neutral("discarded tokens", (0,))] = None
+    n_probs: Annotated[Any, Neutral("probabilities (send logprobs and top_logprobs)", (0,))] = None
+    post_sampling_probs: Annotated[Any, Neutral("probabilities after sampling", (False,))] = None
+    t_max_predict_ms: Annotated[Any, Neutral("time limits in requests", (0,))] = None
+    lora: Annotated[Any, Neutral("adapters in requests", ([],))] = None
+    skip_special_tokens: Annotated[Any, Neutral("special tokens in answers", (True,))] = None
+    spaces_between_special_tokens: Annotated[Any, Neutral("special tokens in answers", (True, False))] = None
+    include_stop_str_in_output: Annotated[Any, Neutral("stop strings in answers", (False,))] = None
+    detokenize: Annotated[Any, Neutral("answers without text", (True,))] = None
+    best_of: Annotated[Any, Neutral("answers that are selected from several ones", (1,))] = None
+    use_beam_search: Annotated[Any, Neutral("beam searches", (False,))] = None
+    length_penalty: Annotated[Any, Neutral("length penalties", (1,))] = None
+    early_stopping: Annotated[Any, Neutral("beam searches", (False,))] = None
+    bad_words: Annotated[Any, Neutral("excluded words (send logit_bias)", ([],))] = None
+    allowed_token_ids: Annotated[Any, Neutral("lists of allowed tokens", ([],))] = None
+    stop_token_ids: Annotated[Any, Neutral("stop tokens (send stop)", ([],))] = None
+    prompt_logprobs: Annotated[Any, Neutral("scores of a prompt (send echo to /v1/completions)", (False,))] = None
+    truncate_prompt_tokens: Annotated[Any, Neutral("truncated prompts", (-1,))] = None
+    logits_processors: Annotated[Any, Neutral("processors of logits", ([],))] = None
+    mm_processor_kwargs: Annotated[Any, Neutral("inputs other than text", ({},))] = None
+    plugins: Annotated[Any, Neutral("plugins", ([],))] = None
+    safe_prompt: Annotated[Any, Neutral("prompts of a service", (False,))] = None
     guided_whitespace_pattern: Annotated[Any, Neutral("patterns of whitespace")] = None
     reasoning_format: Annotated[Any, Neutral("other reasoning formats", ("auto", "deepseek"))] = None
 

@@ -24,6 +24,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.base import (
     ANY_MODEL,
+    NO_EMPTY_STOPS,
     WHOLE,
     AnyModel,
     LenientModel,
@@ -195,7 +196,7 @@ class MessagesRequest(CountRequest):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    stop_sequences: Stops | None = None
+    stop_sequences: Annotated[Stops | None, NO_EMPTY_STOPS] = None
 
 
 class MessagesUsage(BaseModel):

@@ -29,6 +29,7 @@ from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.values.models import TimeToLive
 from lmx_lab.wire.base import (
     ANY_MODEL,
+    NO_EMPTY_STOPS,
     WHOLE,
     Alternatives,
     AnyModel,
@@ -118,7 +119,7 @@ class OllamaOptions(LenientModel):
     min_p: Probability | None = None
     seed: Annotated[int, WHOLE] | None = None
     """-1 means a random seed."""
-    stop: Stop | Stops | None = None
+    stop: Annotated[Stop | Stops | None, NO_EMPTY_STOPS] = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

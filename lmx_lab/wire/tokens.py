@@ -12,17 +12,11 @@ from lmx_lab.wire.base import ANY_MODEL, AnyModel, LenientModel, Neutral
 from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
 from lmx_lab.wire.tools import Tools, check_counts
 
-NO_OPEN_CHATS = Neutral("prompts without the generation prompt", (True,))
-NO_CONTINUED_MESSAGES = Neutral("continuations of the last message", (False,))
-
 
 class TemplateRequest(ChatRequest):
     """The body of POST /apply-template: a chat. Parameters of the generation have no effect."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"messages": HELLO}]})
-
-    add_generation_prompt: Annotated[Any, NO_OPEN_CHATS] = None
-    continue_final_message: Annotated[Any, NO_CONTINUED_MESSAGES] = None
 
 
 # A named type, because members of a union must be hashable, and FailFast is not.
@@ -50,8 +44,8 @@ class TokenizeRequest(LenientModel):
     add_special_tokens: bool | None = True
     """The same for ``prompt``. The special tokens of a chat are those of its template."""
     parse_special: Annotated[Any, Neutral("texts whose special tokens are read as plain text", (True,))] = None
-    add_generation_prompt: Annotated[Any, NO_OPEN_CHATS] = None
-    continue_final_message: Annotated[Any, NO_CONTINUED_MESSAGES] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     with_pieces: bool | None = None
     """Whether each token is an object with its id and its text."""
     return_token_strs: bool | None = None

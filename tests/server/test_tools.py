@@ -376,6 +376,11 @@ def test_the_error_of_an_invalid_history_names_the_message(messages, param, expe
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True, "x": [1]}},
             {"reasoning_effort": "none", "enable_thinking": True, "x": [1]},
         ),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "auto"}}, {}),
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
         ({"chat_template_kwargs": {"reasoning_effort": "5"}, "reasoning_effort": "low"}, {"reasoning_effort": "5"}),
     ],
 )

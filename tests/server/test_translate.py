@@ -173,6 +173,66 @@ def test_only_an_echo_with_logprobs_is_scored():
     assert not completion_requests(completion(echo=True))[0].score_prompt
 
 
+NEUTRAL = {
+    "best_of": (1, 2),
+    "length_penalty": (1.0, 1.1),
+    "bad_words": ([], ["x"]),
+    "skip_special_tokens": (True, False),
+    "include_stop_str_in_output": (False, True),
+    "use_beam_search": (False, True),
+    "stop_token_ids": ([], [5]),
+    "mm_processor_kwargs": ({}, {"a": 1}),
+    "prompt_logprobs": (False, 1),
+    "top_n_sigma": (-1, 1.5),
+    "tfs_z": (1, 0.9),
+    "n_probs": (0, 5),
+    "lora": ([], [{"id": 0}]),
+    "truncate_prompt_tokens": (-1, 10),
+}
+
+
+@pytest.mark.parametrize("field", NEUTRAL)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_neutral_values_of_other_servers_are_accepted_and_others_refused(make, field):
+    neutral, other = NEUTRAL[field]
+    for value in (neutral, None):
+        assert list(make(**{field: value}).ignored()) == []
+    assert refusal(make, **{field: other}) == field
+
+
+@pytest.mark.parametrize(
+    ("field", "neutral", "other"),
+    [
+        ("echo", False, True),
+        ("add_special_tokens", False, True),
+        ("documents", [], [{"text": "a"}]),
+        ("chat_template", "", "{{ messages }}"),
+        ("include_reasoning", True, False),
+    ],
+)
+def test_neutral_values_of_chats_are_accepted_and_others_refused(field, neutral, other):
+    assert list(chat(**{field: neutral}).ignored()) == []
+    assert refusal(chat, **{field: other}) == field
+
+
+def test_fields_that_cannot_make_an_answer_wrong_are_ignored_and_named():
+    prediction = {"type": "content", "content": "hello"}
+    request = chat(
+        verbosity="low",
+        prediction=prediction,
+        usage={"include": True},
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    assert list(request.ignored()) == ["usage", "stream_options.continuous_usage_stats", "verbosity", "prediction"]
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", ()), ([], ()), (["", "x"], ("x",)), ([""], ())])
+def test_empty_stop_strings_mean_none(given, expected):
+    assert generation_request(chat(stop=given)).stop == expected
+    assert completion_requests(completion(stop=given))[0].stop == expected
+
+
 def test_best_of_must_equal_n():
     assert completion(best_of=3, n=3).choices == 3
     assert refusal(completion, best_of=2) == "best_of"

@@ -131,6 +131,8 @@ class EchoTokenizer:
         for message in write_tools_as_text(chat.messages, chat.tools):
             text = f"{message['role']}\n{message['content'] or ''}"
             prompt += [MESSAGE, *await self.encode(request, text, special=False, param="messages"), END]
+        if chat.continues:
+            return prompt[:-1], ""
         return [*prompt, MESSAGE, *self.model.vocabulary.encode("assistant\n")], ""
 
     async def encode_name(self, text: str, param: str) -> list[int]:
@@ -197,12 +199,18 @@ class EchoTokenizer:
         generation.read_start(ends=ends_answer(generation, (END,)))
 
     def _text(self, prompt: Prompt) -> str:
-        """Return the text of the answer, which is that of the script or the last message."""
+        """Return the text of the answer, which is that of the script or the last message.
+
+        An answer that continues the last message repeats the message before it.
+        """
         if self.script is not None:
             return self.script.as_model_text
         if isinstance(prompt, TextPrompt | InfillPrompt):
             return prompt.text if isinstance(prompt, TextPrompt) else prompt.prefix
         assert isinstance(prompt, ChatPrompt)
+        if prompt.continues:
+            *earlier, last = [str(message["content"] or "") for message in prompt.messages]
+            return (earlier[-1] if earlier else "").removeprefix(last)
         content = str(prompt.messages[-1]["content"] or "") if prompt.messages else ""
         if prompt.tools is not None and prompt.tools.forced and START not in content:
             name = prompt.tools.only or prompt.tools.tools[0].name

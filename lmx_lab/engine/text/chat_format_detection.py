@@ -20,7 +20,7 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, ToolUse
 from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallFormat
-from lmx_lab.engine.text.tool_prompt import END, START, template_tools, write_tools_as_text
+from lmx_lab.engine.text.tool_prompt import END, START, alternate, template_tools, write_tools_as_text
 from lmx_lab.engine.tokenizing.templates import (
     ANSWER,
     CALL,
@@ -44,6 +44,8 @@ MORE_REASONING_MARKERS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+CONTINUED = "[[continued]]"
+"""Follows the text of a message that the answer continues. What a template writes after it is dropped."""
 TAIL_TOKENS = 32
 """Number of tokens at the end of the prompt that are searched for a marker of the reasoning."""
 BETWEEN = "between"
@@ -89,6 +91,8 @@ class ChatFormat:
     """Whether the template writes tools, calls and results itself."""
     supports_system: bool = True
     """Whether the template accepts a system message."""
+    supports_notes: bool = True
+    """Whether the template writes system messages after the first message."""
     own_calls: OwnCallFormat | None = None
     """The format of calls that the template writes; None for the generic one."""
     convert_message: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
@@ -162,26 +166,31 @@ class ChatFormat:
             initial=initial, transitions=transitions, reasoning_first=reasons, calls=calls, literals=self.literals
         )
 
-    def template_input(self, request: GenerationRequest, prompt: ChatPrompt) -> dict[str, Any]:
+    def template_input(self, request: GenerationRequest, prompt: ChatPrompt, *, strict: bool = False) -> dict[str, Any]:
         """Return messages and tools for the model's template.
 
         Tools, calls and results are written into the messages as text if the template does not support them, or if the
-        answer uses another format for calls than the template. A system message that it does not support is written
-        before the first message.
+        answer uses another format for calls than the template. A system message that it does not support becomes a part
+        of the user's message after it. If the answer continues the last message, ``CONTINUED`` follows its text.
+
+        Args:
+            strict: Whether to write the messages as the strictest templates require it; see ``alternate``.
         """
         given: dict[str, Any] = {}
         if self.reasoning_markers is not None and not {"enable_thinking", "thinking"} & set(prompt.template_options):
             # mlx-lm passes False for models whose reasoning it does not detect.
             given["enable_thinking"] = True
         messages: Sequence[Mapping[str, Any]] = prompt.messages
-        if not self.supports_system and len(messages) > 1 and messages[0]["role"] == "system":
-            system, first, *rest = messages
-            messages = [{**first, "content": f"{system['content']}\n{first['content']}"}, *rest]
+        if prompt.continues:
+            messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{CONTINUED}"}]
         differs = self.own_calls is not None and request.answer_format is not None and prompt.tools is not None
         if differs or not self.supports_tools:
             messages = write_tools_as_text(messages, prompt.tools, system=self.supports_system)
         elif prompt.tools is not None:
             given["tools"] = template_tools(prompt.tools)
+        has_notes = any(message["role"] == "system" for message in messages[1:])
+        if strict or not self.supports_system or (has_notes and not self.supports_notes):
+            messages = alternate(messages, system=self.supports_system)
         return {**given, "messages": [self.convert_message(message) for message in messages]}
 
     def grammar(self, request: GenerationRequest, state: ReasoningState) -> str | None:
@@ -213,6 +222,13 @@ class ChatFormat:
                 param="ignore_eos",
             )
         return grammar
+
+    def state_within(self, text: str) -> ReasoningState:
+        """Return the state of the reasoning after a part of an answer that is continued."""
+        if self.reasoning_markers is None:
+            return "closed"
+        start, end = (text.rfind(marker) for marker in self.reasoning_markers)
+        return "open" if start > end else "closed"
 
     def reasoning_state(self, tail: str) -> ReasoningState:
         """Read the state of the reasoning from the end of a prompt.
@@ -271,6 +287,7 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
         reasoning_end=_tokens(tokenizer, reasoning_markers[1]) if reasoning_markers is not None else (),
         supports_tools=is_harmony or tokenizer.has_tool_calling or _writes_generic_calls(tokenizer),
         supports_system=_supports_system(tokenizer),
+        supports_notes=_supports_system(tokenizer, after=(USER, ANSWER)),
         own_calls=own_calls,
         convert_message=_without_clashes if is_harmony else _converter(tokenizer, is_mistral=is_mistral),
         initial=BETWEEN if is_harmony else tokenizer.response_initial_state or CONTENT,
@@ -314,12 +331,12 @@ def _render(tokenizer: Any, *messages: Mapping[str, Any], **options: Any) -> str
         return None
 
 
-def _supports_system(tokenizer: Any) -> bool:
+def _supports_system(tokenizer: Any, *, after: Sequence[Mapping[str, Any]] = ()) -> bool:
     user = {"role": "user", "content": "?"}
-    # A template that rejects even a single user message gives no information.
-    if _render(tokenizer, user) is None:
+    # A template that rejects even these messages without a system message gives no information.
+    if _render(tokenizer, *after, user) is None:
         return True
-    return "probe" in (_render(tokenizer, {"role": "system", "content": "probe"}, user) or "")
+    return "probe" in (_render(tokenizer, *after, {"role": "system", "content": "probe"}, user) or "")
 
 
 def _writes_generic_calls(tokenizer: Any) -> bool:

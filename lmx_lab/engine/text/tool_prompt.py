@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
+
+from pydantic_core import from_json
 
 from lmx_lab.engine.requests import ToolUse
 
@@ -84,6 +87,47 @@ def _written_call(name: str, arguments: Any) -> str:
         return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     # The call was cut off. It is shown as the model wrote it.
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}'
+
+
+def alternate(messages: Iterable[Mapping[str, Any]], *, system: bool) -> list[dict[str, Any]]:
+    """Return a conversation in the form that the strictest chat templates accept.
+
+    Messages of the user and of the assistant alternate, beginning with the user: consecutive messages of a role are
+    joined, and empty messages are added. A system message is the first one or a part of the user's message after it.
+    Arguments of calls are objects.
+
+    Args:
+        system: Whether the template supports a system message.
+    """
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        role, calls = message["role"], message.get("tool_calls") or ()
+        before = written[-1]["role"] if written else ""
+        if role == "system" and not (system and before in ("", "system")):
+            role = "user"
+        objects = [{**call, "function": {**call["function"], "arguments": _as_object(call)}} for call in calls]
+        added = {**message, "role": role, **({"tool_calls": objects} if objects else {})}
+        if role == before != "tool":
+            last = written[-1]
+            last |= {name: value for name, value in added.items() if name not in last}
+            last["content"] = "\n\n".join([text for text in (last["content"], message["content"]) if text])
+            continue
+        if role == "user" and before == "tool":
+            written.append({"role": "assistant", "content": ""})
+        if role == "assistant" and before in ("", "system"):
+            written.append({"role": "user", "content": ""})
+        written.append(added)
+    return written
+
+
+def _as_object(call: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call; of one that was cut off, the part that can be read."""
+    arguments = call["function"]["arguments"]
+    if not isinstance(arguments, str):
+        return arguments
+    with suppress(ValueError):
+        arguments = from_json(arguments, allow_partial="trailing-strings")
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def _results_message(results: list[str]) -> dict[str, Any]:

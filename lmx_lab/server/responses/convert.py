@@ -186,6 +186,8 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem], *, earli
         # reserved.
         "max_tokens": body.max_output_tokens or 16_384,
         "response_format": answer_format,
+        # A call of a tool of another service, or its output, is not the beginning of an answer.
+        "add_generation_prompt": isinstance(items[-1], OtherItem) or None,
     }
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}

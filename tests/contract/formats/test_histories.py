@@ -4,7 +4,7 @@ the place in the request.
 
 import pytest
 
-from tests.support.formats import CLOCK, FORMATS, Request, each_format
+from tests.support.formats import CLOCK, FORMATS, HELLO, Request, each_format
 
 BY_NAME = {form.name: form for form in FORMATS}
 SHOWN = "[image, not shown to this model]"
@@ -236,3 +236,64 @@ def test_tools_may_have_the_same_name(form, lab, http):
 def test_unknown_fields_inside_messages_are_ignored_and_named(form, fields, names, http):
     response = form.post(http, Request(extra=fields))
     assert (response.status_code, response.headers["x-lmx-ignored"]) == (200, names), response.text
+
+
+BEGUN = (*HELLO, {"role": "assistant", "content": "hel"})
+
+
+@each_format("history")
+def test_an_answer_continues_the_last_message_of_the_assistant(form, lab, http):
+    answers = [
+        form.answer(form.assemble(form.frames(form.streamed(http, Request(messages=BEGUN))))),
+        form.answer(form.post(http, Request(messages=BEGUN)).json()),
+    ]
+    assert [answer.text for answer in answers] == ["lo", "lo"]
+    assert prompt_of(lab, http).endswith("assistant\nhel")
+
+
+@each_format("history", "reasoning")
+def test_an_answer_continues_reasoning_that_has_not_ended(form, http):
+    thought = [{"role": "user", "content": "<think>hm</think>one"}, {"role": "assistant", "content": "<think>h"}]
+    for begun, reasoning, text in ((thought, "m", "one"), ([thought[0], BEGUN[-1]], "", "<think>hm</think>one")):
+        answer = form.answer(form.post(http, Request(messages=begun)).json())
+        assert (answer.reasoning, answer.text) == (reasoning, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "last", "text"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": False}, {}, "lo"),
+        ({}, {"prefix": True}, "lo"),
+        ({}, {"prefix": False}, "hel"),
+        ({"continue_final_message": False}, {}, "hel"),
+        ({"add_generation_prompt": True}, {}, "hel"),
+        ({"response_format": {"type": "regex", "regex": "hel|lo"}}, {}, "hel"),
+    ],
+)
+def test_chat_requests_can_choose_a_continuation_or_a_new_answer(fields, last, text, http):
+    request = Request(messages=[*HELLO, BEGUN[-1] | last], extra=fields)
+    assert BY_NAME["chat"].answer(BY_NAME["chat"].post(http, request).json()).text == text
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "place"),
+    [
+        ("chat", {"continue_final_message": True, "messages": HELLO}, "continue_final_message: is true, but"),
+        ("chat", {"continue_final_message": True, "add_generation_prompt": True}, "and so is add_generation_prompt"),
+        ("chat", {"add_generation_prompt": False, "messages": HELLO}, "add_generation_prompt: is false"),
+        (
+            "chat",
+            {"continue_final_message": True, "response_format": {"type": "json_object"}},
+            "continue_final_message:",
+        ),
+        (
+            "messages",
+            {"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "any"}},
+            "messages: a format",
+        ),
+        ("ollama chat", {"format": "json"}, "messages: a format"),
+    ],
+)
+def test_a_continuation_that_is_not_possible_is_refused(form, fields, place, http):
+    _, problem = BY_NAME[form].refusal(http, Request(messages=BEGUN, extra=fields))
+    assert place in problem.message

@@ -3,7 +3,7 @@
 import json
 
 from lmx_lab.engine import Tool, ToolUse
-from lmx_lab.engine.text.tool_prompt import template_tools, write_tools_as_text
+from lmx_lab.engine.text.tool_prompt import alternate, template_tools, write_tools_as_text
 
 WEATHER = Tool(name="weather", description="Das Wetter · 天気", parameters={"type": "object", "properties": {}})
 TOOLS = ToolUse(tools=(WEATHER, Tool(name="add", parameters={"type": "object"})))
@@ -104,3 +104,13 @@ def test_braces_in_tools_and_messages_are_not_placeholders():
     first, _ = write_tools_as_text([{**SYSTEM, "content": "{tools}"}, USER], odd)
     assert first["content"].startswith("{tools}\n\n")
     assert described(first["content"].removeprefix("{tools}")) == template_tools(odd)
+
+
+def test_a_strict_template_gets_arguments_as_objects_and_alternating_roles_around_results():
+    cut = {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "function": {"name": "a", "arguments": ""}}]}
+    cases = [('{"a": 1, "b": "x', {"a": 1, "b": "x"}), ("[1", {"arguments": [1]}), ("x", {"arguments": "x"})]
+    for given, expected in cases:
+        cut["tool_calls"][0]["function"]["arguments"] = given
+        written = alternate([SYSTEM, USER, cut, {"role": "tool", "content": "r"}, USER], system=True)
+        assert [message["role"] for message in written] == ["system", "user", "assistant", "tool", "assistant", "user"]
+        assert written[2]["tool_calls"][0]["function"]["arguments"] == expected
