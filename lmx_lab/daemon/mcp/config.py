@@ -60,15 +60,12 @@ class McpFailure(Exception):
     It never leaves the daemon: it becomes the state of a server, the result of a test or the text of a call.
     """
 
-    def __init__(self, kind: ErrorKind, message: str) -> None:
+    def __init__(self, kind: ErrorKind, message: str, *, is_final: bool = False) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
-
-    @property
-    def is_final(self) -> bool:
+        self.is_final = is_final or kind in ("command-not-found", "invalid")
         """Whether a restart does not help, because the configuration has to be changed first."""
-        return self.kind in ("command-not-found", "invalid")
 
 
 def check(config: McpServerConfig) -> None:

@@ -62,15 +62,21 @@ class McpConnection:
     """An open session with a server, and the calls in it."""
 
     def __init__(
-        self, session: ClientSession, config: McpServerConfig, end_failure: Callable[[], Awaitable[McpFailure]]
+        self,
+        session: ClientSession,
+        config: McpServerConfig,
+        end_failure: Callable[[], Awaitable[McpFailure]],
+        is_denied: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             end_failure: Returns why the session has ended.
+            is_denied: Returns whether the server has refused the authorization.
         """
         self._session = session
         self._config = config
         self.end_failure = end_failure
+        self._is_denied = is_denied
         self.is_closing = False
         """Whether the session is being closed by its owner."""
         self._redactor = SecretRedactor.of(config)
@@ -79,7 +85,8 @@ class McpConnection:
         """Calls that were cancelled because an answer was too long."""
 
     async def initialize(self) -> None:
-        """Open the session with ``initialize``, or with the request of the protocol of 2026 if the server refuses that.
+        """Open the session with ``initialize``, or with the request of the protocol of 2026 if the server refuses that
+        or answers with a version of it.
 
         Raises:
             TimeoutError, MCPError, ValidationError, RuntimeError: The session could not be opened.
@@ -87,12 +94,13 @@ class McpConnection:
         with anyio.fail_after(self._config.start_timeout_s):
             try:
                 await self._session.initialize()
-            except MCPError as exc:
-                if exc.code in (REQUEST_TIMEOUT, CONNECTION_CLOSED):
+            except (MCPError, RuntimeError) as exc:
+                is_lost = isinstance(exc, MCPError) and exc.code in (REQUEST_TIMEOUT, CONNECTION_CLOSED)
+                if is_lost or self._is_denied():
                     raise
                 try:
                     await self._session.discover()
-                except MCPError:
+                except (MCPError, RuntimeError):
                     raise exc from None
 
     async def list_tools(self) -> dict[str, ToolRecord]:
@@ -402,12 +410,18 @@ async def connect_http(
             )
         )
         session = _session(config, on_tools_changed, *streams)
-        connection = McpConnection(session, config, transport.end_failure)
+        connection = McpConnection(session, config, transport.end_failure, lambda: transport.is_denied)
         stack.push_async_callback(connection.close)
         await stack.enter_async_context(session)
         try:
             await connection.initialize()
         except _OPEN_ERRORS as exc:
+            if transport.is_denied:
+                message = (
+                    f"the server answered {transport.refusal}: set a header with a valid token, such as Authorization; "
+                    "a login in the browser (OAuth) is not supported"
+                )
+                raise McpFailure("protocol", message, is_final=True) from exc
             if transport.refusal:
                 raise McpFailure("protocol", f"the server answered {transport.refusal}; check url and headers") from exc
             raise await connection.failure(exc, "the session") from exc
@@ -458,6 +472,8 @@ class HttpTransport(AsyncBaseTransport):
         """Whether the session was opened."""
         self.refusal = ""
         """Status and reason of the last refusal, such as ``401 Unauthorized``."""
+        self.is_denied = False
+        """Whether the last refusal was one of the authorization."""
 
     async def handle_async_request(self, request: Request) -> Response:
         # Without compression, because a few compressed bytes can expand to any size.
@@ -469,7 +485,8 @@ class HttpTransport(AsyncBaseTransport):
         # A GET requests the stream of notifications, which a server need not support.
         if response.status_code >= 400 and request.method == "POST":
             self.refusal = f"{response.status_code} {response.reason_phrase}".strip()
-            if self.is_initialized and response.status_code in (401, 403, 404):
+            self.is_denied = response.status_code in (401, 403)
+            if self.is_initialized and (self.is_denied or response.status_code == 404):
                 # The session, or the authorization for it, has expired: all further calls would be refused.
                 self._on_lost()
         return response

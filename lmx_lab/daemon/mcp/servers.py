@@ -505,12 +505,15 @@ async def connected(
     Raises:
         McpFailure: The connection could not be opened, or failed within the block.
     """
-    connections = await asyncio.to_thread(importlib.import_module, "lmx_lab.daemon.mcp.connection")
+    # The import takes most of a second, during which the process of a server can start.
+    importing = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "lmx_lab.daemon.mcp.connection"))
     async with contextlib.AsyncExitStack() as stack:
         if config.transport == "http":
+            connections = await importing
             opening = connections.connect_http(config, on_tools_changed=on_tools_changed, on_lost=on_lost)
         else:
             process = await stack.enter_async_context(processes.running(config))
             on_process(process)
+            connections = await importing
             opening = connections.connect_stdio(config, process, on_tools_changed=on_tools_changed, on_lost=on_lost)
         yield await stack.enter_async_context(opening)

@@ -73,6 +73,15 @@ async def test_a_failed_test_over_http_reports_the_refusal(harness, port, fields
     assert "wrong-token" not in failed.error
 
 
+async def test_a_server_that_denies_access_is_not_asked_again(harness, port):
+    await harness.servers.add(remote(port, headers={}))
+    record = await harness.until("far", lambda record: record.state != "starting")
+    assert (record.state, record.restarts) == ("failed", 0)
+    assert "401 Unauthorized: set a header with a valid token" in record.error
+    assert "OAuth" in record.error
+    assert [event["state"] for event in await harness.events()] == ["starting", "failed"]
+
+
 @pytest.mark.long
 async def test_a_server_over_http_that_is_killed_fails_its_calls_and_is_connected_again(harness):
     with served("0") as (port, process):

@@ -88,8 +88,10 @@ async def test_an_endless_list_of_tools_ends_at_the_limit(harness):
     assert (await harness.ready(hostile("endless"))).tools == 256
 
 
-async def test_a_server_that_supports_only_the_protocol_of_2026_works(harness):
-    assert (await harness.ready(hostile("modern"))).tools == 20
+@pytest.mark.parametrize("modes", [["modern"], ["modern", "newer"]])
+async def test_a_server_that_supports_only_the_protocol_of_2026_works(harness, modes):
+    """Such a server refuses ``initialize``, or answers it with a version that has no such request."""
+    assert (await harness.ready(hostile(*modes))).tools == 20
     assert (await harness.call("bad__echo", text="new")).text == "new"
 
 

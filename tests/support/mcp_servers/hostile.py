@@ -143,14 +143,14 @@ def call(request: dict) -> None:  # noqa: PLR0912, PLR0915
 
 def handle(request: dict) -> None:
     match request.get("method"):
-        case "initialize" if "modern" in MODES:
+        case "initialize" if "modern" in MODES and "newer" not in MODES:
             data = {"supported": ["2026-07-28"], "requested": "2025-11-25"}
             error = {"code": -32022, "message": "too old", "data": data}
             send({"jsonrpc": "2.0", "id": request["id"], "error": error})
         case "server/discover" if "modern" in MODES:
             answer(request, {"supportedVersions": ["2026-07-28"], "capabilities": {"tools": {}}, **CACHING})
         case "initialize":
-            version = request["params"]["protocolVersion"]
+            version = "2026-07-28" if "newer" in MODES else request["params"]["protocolVersion"]
             info = {"name": "hostile", "version": "0"}
             answer(request, {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info})
         case "tools/list":
