@@ -34,8 +34,8 @@ class ModelFinder:
     """
 
     def __init__(self, settings: Settings, catalog: Catalog, *, report: Callable[[ModelEvent], None]) -> None:
-        self._settings = settings
-        self._catalog = catalog
+        self.settings = settings
+        self.catalog = catalog
         self._report = report
 
     async def find(self, spec: LoadSpec, *, local: bool, loaded: Sequence[ModelEntry] = ()) -> ModelEntry:
@@ -58,16 +58,16 @@ class ModelFinder:
             raise UnusableModelError(problem, param="engine")
         missing: ModelNotFoundError | UnusableModelError | None = None
         entries: list[ModelEntry] = []
-        preferred = await from_disk(lambda: preferred_engine(read_speeds(self._settings), spec), name)
+        preferred = await self.preferred(spec)
         try:
             entries = await self.formats(spec, local=local)
         except (ModelNotFoundError, UnusableModelError) as exc:
             # An interrupted download (full disk, end of the process) leaves some of the files.
-            if isinstance(exc, UnusableModelError) and not self._catalog.can_fetch(name):
+            if isinstance(exc, UnusableModelError) and not self.catalog.can_fetch(name):
                 raise
             missing = exc
         found = choose_format(entries, spec, preferred, loaded)
-        can_choose = self._catalog.can_choose_format(name)
+        can_choose = self.catalog.can_choose_format(name)
         if found is not None and (not can_choose or engine_for(found.format).problem() is None):
             return found
         return await self._fetch(spec, entries, preferred, missing, local=local)
@@ -79,8 +79,12 @@ class ModelFinder:
             ModelNotFoundError, UnusableModelError, NotLoadedError: see ``find``.
         """
         all_formats = spec.engine != "auto"
-        find = functools.partial(self._catalog.find_formats, spec.model, local=local, all_formats=all_formats)
+        find = functools.partial(self.catalog.find_formats, spec.model, local=local, all_formats=all_formats)
         return await from_disk(find, spec.model)
+
+    async def preferred(self, spec: LoadSpec) -> PreferredEngine:
+        """Return the engine that is preferred on this machine for a load."""
+        return await from_disk(lambda: preferred_engine(read_speeds(self.settings), spec), spec.model)
 
     async def _fetch(
         self,
@@ -97,13 +101,13 @@ class ModelFinder:
             format_, reason = ENGINES[spec.engine].formats[0], REQUESTED
         else:
             format_, reason = preferred.format, preferred.reason
-        can_choose = self._catalog.can_choose_format(name)
+        can_choose = self.catalog.can_choose_format(name)
         if entries and not can_choose:
             # Raises, because the engine runs none of the formats on the disk.
             choose_engine(entries[0], spec)
         # A conversion for MLX from the file on the disk needs no download.
         needs_download = not (format_ == "mlx" and any(entry.format == "gguf" for entry in entries))
-        if not local or (needs_download and not self._settings.downloads):
+        if not local or (needs_download and not self.settings.downloads):
             raise missing or UnusableModelError(
                 f"{name} is on disk in the format {TITLES[entries[0].format]} only, and {spec.engine} needs "
                 f"{TITLES[format_]}; run `lmx-lab pull {name}{' --mlx' if format_ == 'mlx' else '-gguf'}` there",
@@ -116,7 +120,7 @@ class ModelFinder:
 
         fetched = format_ if can_choose or spec.engine != "auto" else None
         try:
-            entry = await in_thread(lambda: self._catalog.fetch(name, report, format=fetched), name="lmx-lab-fetch")
+            entry = await in_thread(lambda: self.catalog.fetch(name, report, format=fetched), name="lmx-lab-fetch")
         except DownloadError as exc:
             # The class of the error shows that the model is missing or incomplete; the message contains the reason.
             if isinstance(missing, UnusableModelError):
@@ -130,7 +134,7 @@ class ModelFinder:
         Raises:
             ModelNotFoundError, UnusableModelError: it is not on disk, or cannot be used.
         """
-        return await in_thread(functools.partial(self._catalog.resolve, name, local=local))
+        return await in_thread(functools.partial(self.catalog.resolve, name, local=local))
 
     async def with_draft(self, entry: ModelEntry, spec: LoadSpec, *, local: bool) -> ModelEntry:
         """Return the model with the draft model of the load, if it has one: in the same format, for the same engine.
@@ -159,11 +163,11 @@ class ModelFinder:
             UnusableModelError: files are missing or incomplete.
             NotLoadedError: the disk does not answer.
         """
-        await from_disk(functools.partial(self._catalog.check, entry), entry.id)
+        await from_disk(functools.partial(self.catalog.check, entry), entry.id)
 
     async def on_disk(self) -> Sequence[ModelEntry]:
         """Return the models on disk."""
-        return (await self._catalog.alisting()).entries
+        return (await self.catalog.alisting()).entries
 
 
 async def from_disk(work: Callable[[], T], name: str, limit_s: float = 30.0) -> T:

@@ -337,9 +337,7 @@ class ModelManager:
 
     async def plan(self, spec: LoadSpec, *, local: bool = True) -> LoadPlan:
         """Return what a load would use in memory, and whether there is room for it; see ``plan_load``."""
-        return await plan_load(
-            spec, settings=self.settings, catalog=self.catalog, engines=self.engines, now=self.snapshot, local=local
-        )
+        return await plan_load(spec, finder=self._finder, engines=self.engines, now=self.snapshot, local=local)
 
     async def cancel_load(self, model: str) -> None:
         """Cancel the loads of the model with this id or requested name. Downloads continue in the background.

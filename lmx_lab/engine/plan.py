@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmx_lab.engine.engines import EngineRow, Engines, choose_engine, engine_for, share_memory
-from lmx_lab.engine.find import choose_format, from_disk
-from lmx_lab.engine.speeds import gpu_of_mlx, memory_bandwidth, preferred_engine, read_speeds
+from lmx_lab.engine.find import ModelFinder, choose_format
+from lmx_lab.engine.speeds import gpu_of_mlx, memory_bandwidth
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import EngineChoice, EngineName, LoadSpec, ModelEntry
 from lmx_lab.values.plan import Fit, LoadPlan, find_room
-from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import in_thread
 
 MLX_ENGINE = "lmx_lab.engine.mlx.engine"
@@ -27,8 +26,7 @@ MLX_ENGINE = "lmx_lab.engine.mlx.engine"
 async def plan_load(
     spec: LoadSpec,
     *,
-    settings: Settings,
-    catalog: Catalog,
+    finder: ModelFinder,
     engines: Engines,
     now: EngineSnapshot,
     local: bool,
@@ -45,8 +43,9 @@ async def plan_load(
         UnusableModelError: its files cannot be used, or no engine that is installed here runs it with these options.
         NotLoadedError: the disk does not answer.
     """
+    settings = finder.settings
     with ExitStack() as headers:
-        find = functools.partial(_find, settings=settings, catalog=catalog, now=now, local=local, headers=headers)
+        find = functools.partial(_find, finder=finder, now=now, local=local, headers=headers)
         entry, on_disk = await find(spec)
         row = choose_engine(entry, spec)
         if (problem := row.problem()) is not None:
@@ -75,31 +74,25 @@ async def plan_load(
 
 
 async def _find(
-    spec: LoadSpec, *, settings: Settings, catalog: Catalog, now: EngineSnapshot, local: bool, headers: ExitStack
+    spec: LoadSpec, *, finder: ModelFinder, now: EngineSnapshot, local: bool, headers: ExitStack
 ) -> tuple[ModelEntry, bool]:
     """Return the files that a load would use, and whether they are on the disk. Others are opened within ``headers``,
     if they are on the hub.
     """
     name = spec.model
     try:
-        entries, preferred = await from_disk(
-            lambda: (
-                catalog.find_formats(name, local=local, all_formats=spec.engine != "auto"),
-                preferred_engine(read_speeds(settings), spec),
-            ),
-            name,
-        )
+        entries = await finder.formats(spec, local=local)
     except (ModelNotFoundError, UnusableModelError):
-        if not (local and settings.downloads and catalog.can_fetch(name)):
+        if not (local and finder.settings.downloads and finder.catalog.can_fetch(name)):
             raise
         try:
-            opened = catalog.open_headers(name)
+            opened = finder.catalog.open_headers(name)
             return await in_thread(lambda: headers.enter_context(opened), name="lmx-lab-hub"), False
         except DownloadError as exc:
             raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc
     # If none has the format for the required engine, the engine refuses the first one.
     loaded = [model.entry for model in now.models]
-    return choose_format(entries, spec, preferred, loaded) or entries[0], True
+    return choose_format(entries, spec, await finder.preferred(spec), loaded) or entries[0], True
 
 
 class FitList:

@@ -155,7 +155,8 @@ def delay_loads(lab, monkeypatch):
 
 
 async def make_idle(lab, model):
-    """Load a model, and let it be unloaded because it is idle."""
+    """Load a model when nothing is in memory, and let it be unloaded because it is idle."""
+    await auntil(lambda: manager_of(lab).snapshot.model is None and manager_of(lab).snapshot.change is None)
     report = await lab.aload(model)
     await lab.akeep(report.model, ttl_s=0)
     await auntil(lambda: manager_of(lab).snapshot.model is None and manager_of(lab).snapshot.unload_cause == "idle")
