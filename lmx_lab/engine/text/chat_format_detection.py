@@ -46,6 +46,8 @@ MORE_REASONING_MARKERS = (
 )
 CONTINUED = "[[continued]]"
 """Follows the text of a message that the answer continues. What a template writes after it is dropped."""
+PARSED_NAMES = {"function_gemma": r"\w+", "gemma4": r"[\w-]+", "mistral": r"[\w-]+", "pythonic": r"[\w.]+"}
+"""Names of tools that mlx-lm's parsers read, by the parser; the others read all names."""
 TAIL_TOKENS = 32
 """Number of tokens at the end of the prompt that are searched for a marker of the reasoning."""
 BETWEEN = "between"
@@ -77,6 +79,35 @@ class OwnCallFormat:
     end: str
     parse: Callable[[str, Any], Any]
     """Parses the text between the markers; the second argument is the list of tools."""
+    names: str = ".+"
+    """A regular expression for the names of tools that the parser reads."""
+
+    def written_name(self, name: str) -> str:
+        """Return the name of a tool as the model reads and writes it."""
+        return name if re.fullmatch(self.names, name) else re.sub(r"\W", "_", name)
+
+    def read(self, text: str, tools: ToolUse) -> Any:
+        """Parse the text between the markers, and return calls with the names of the tools."""
+        parsed = self.parse(text, template_tools(self.with_written_names(tools)))
+        names = {self.written_name(tool.name): tool.name for tool in reversed(tools.tools)}
+        calls = parsed if isinstance(parsed, list) else [parsed]
+        return [{**call, "name": names.get(call["name"], call["name"])} for call in calls]
+
+    def with_written_names(self, tools: ToolUse) -> ToolUse:
+        """Return the tools as the model reads them."""
+        return replace(tools, tools=tuple(replace(tool, name=self.written_name(tool.name)) for tool in tools.tools))
+
+    def with_written_calls(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message of a history whose calls, or whose name if it is a result, are as the model reads them."""
+        written = dict(message)
+        if "tool_calls" in written:
+            written["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": self.written_name(call["function"]["name"])}}
+                for call in written["tool_calls"]
+            ]
+        if written["role"] == "tool" and "name" in written:
+            written["name"] = self.written_name(written["name"])
+        return written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +162,7 @@ class ChatFormat:
         if own is None or tools.forced or request.answer_format is not None:
             # A small model that is forced to call would repeat its call up to the maximum length.
             return replace(GENERIC, may_repeat=not tools.forced, unmarked=unmarked)
-        described = template_tools(tools)
-        return CallFormat(
-            start=own.start, end=own.end, parse=lambda text: own.parse(text, described), unmarked=unmarked
-        )
+        return CallFormat(start=own.start, end=own.end, parse=lambda text: own.read(text, tools), unmarked=unmarked)
 
     def channel_format(self, request: GenerationRequest, state: ReasoningState) -> ChannelFormat | None:
         """Return how the answer divides into channels; None if all of it is content."""
@@ -186,8 +214,11 @@ class ChatFormat:
         differs = self.own_calls is not None and request.answer_format is not None and prompt.tools is not None
         if differs or not self.supports_tools:
             messages = write_tools_as_text(messages, prompt.tools, system=self.supports_system)
-        elif prompt.tools is not None:
-            given["tools"] = template_tools(prompt.tools)
+        else:
+            own = self.own_calls
+            messages = messages if own is None else [own.with_written_calls(message) for message in messages]
+            if prompt.tools is not None:
+                given["tools"] = template_tools(prompt.tools if own is None else own.with_written_names(prompt.tools))
         has_notes = any(message["role"] == "system" for message in messages[1:])
         if strict or not self.supports_system or (has_notes and not self.supports_notes):
             messages = alternate(messages, system=self.supports_system)
@@ -280,7 +311,8 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
         own_calls = None
     else:
         parse = partial(_parse_mistral_calls, parse) if is_mistral else parse
-        own_calls = OwnCallFormat(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse)
+        names = PARSED_NAMES.get(parser, ".+")
+        own_calls = OwnCallFormat(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse, names)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return ChatFormat(
         reasoning_markers=reasoning_markers,

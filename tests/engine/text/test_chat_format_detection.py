@@ -182,6 +182,22 @@ def test_a_recorded_answer_is_divided_into_content_reasoning_and_calls(families,
     assert calls == ([PARIS] if family == "harmony" else [PARIS, second])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_have_the_names_of_the_tools_even_if_the_format_of_the_model_cannot_contain_them(families, family):
+    known, name = families[family], "mcp.files/weather"
+    first, *others = TOOLS.tools
+    tools = replace(TOOLS, tools=(replace(first, name=name), *others))
+    history = (USER, said((name, PARIS[1]), content="Look."))
+    given = known.chat_format.template_input(asked(tools), asked(tools, messages=history).prompt)
+    shown = "mcp_files_weather" if family == "mistral" else name
+    assert shown in str(given["messages"])
+    assert shown in str(given.get("tools", given["messages"]))
+    raw = FAMILIES[family].answer.replace(PARIS[0], shown)
+    thinking = known.chat_format.reasoning_state(rendered(known, asked(tools)))
+    _, _, calls = divided(known, raw, asked(tools), thinking, whole=True)
+    assert calls[0] == (name, PARIS[1])
+
+
 @pytest.mark.parametrize("family", ["hermes", "coder", "glm", "mistral", "harmony"])
 def test_an_answer_that_the_template_rendered_is_parsed_to_the_same_parts(families, family):
     known = families[family]
