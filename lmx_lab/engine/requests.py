@@ -50,6 +50,8 @@ class Tool:
     description: str | None = None
     parameters: Mapping[str, Any]
     """JSON schema of its arguments, which are an object."""
+    strict: bool = True
+    """Whether to refuse a schema of which a part cannot be enforced; otherwise that part is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,8 @@ class AnswerFormat:
     text: str
     """The schema as JSON (draft 2020-12), the regular expression (Rust's syntax), or the grammar (Lark, as llguidance
     reads it, or llama.cpp's GBNF)."""
+    strict: bool = True
+    """Whether to refuse a schema of which a part cannot be enforced; otherwise that part is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

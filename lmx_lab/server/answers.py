@@ -24,6 +24,7 @@ from lmx_lab.http.errors import detail_for
 from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.translate import unenforced_keywords
 from lmx_lab.values.outputs import Delta, GenerationReport, merge_deltas
 from lmx_lab.wire.errors import ErrorDetail
 
@@ -144,7 +145,8 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
 
 def answer_headers(service: InferenceService, caller: Caller, wanted: AnswerRequest) -> dict[str, str]:
     """Return the headers that describe how a request is treated."""
-    return {**ignored_header(wanted.ignored), **service.recording.answer_headers(own=bool(caller.own))}
+    keywords = [wanted.names.renamed(name) for name in unenforced_keywords(wanted.prompts[0])]
+    return {**ignored_header([*wanted.ignored, *keywords]), **service.recording.answer_headers(own=bool(caller.own))}
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:

@@ -109,9 +109,13 @@ class _Message:
         return ConvertedMessage.model_construct(role=self.role, content=content, place=self.place, **present)
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> FunctionTool:
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool | None = None
+) -> FunctionTool:
     """Return a tool of the chat format. It is not validated again, because all of its parts are valid."""
-    definition = FunctionDefinition.model_construct(name=name, description=description, parameters=parameters)
+    definition = FunctionDefinition.model_construct(
+        name=name, description=description, parameters=parameters, strict=strict
+    )
     return FunctionTool.model_construct(type="function", function=definition)
 
 
@@ -211,12 +215,13 @@ class FieldNames:
             yield
         except CallerError as exc:
             if exc.param is not None:
-                exc.param = self._renamed(exc.param)
-            exc.message = self._renamed(exc.message)
+                exc.param = self.renamed(exc.param)
+            exc.message = self.renamed(exc.message)
             exc.args = (exc.message,)
             raise
 
-    def _renamed(self, text: str) -> str:
+    def renamed(self, text: str) -> str:
+        """Return the path of a field, or a message that begins with one, in the other format."""
         # The rest of the message quotes the request.
         head, quote, rest = text.partition(" (given: ")
         for pattern, path, is_distinct in self._rules:

@@ -128,7 +128,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
             limit of the chat format.
     """
     tools = [
-        function_tool(tool.name, tool.description, tool.input_schema)
+        function_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
         for tool in body.tools or ()
         if tool.input_schema is not None
     ]
@@ -158,10 +158,8 @@ def chat_request(body: CountRequest) -> ChatRequest:
     if body.thinking is not None and body.thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
     if (wanted := body.required_format) is not None:
-        fields["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": wanted.schema_, "strict": True},
-        }
+        named = {"name": "answer", "schema": wanted.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": named}
     if isinstance(body, MessagesRequest):
         others = {
             "stream": body.stream,

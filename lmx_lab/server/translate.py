@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
@@ -20,6 +21,7 @@ from lmx_lab.engine import (
     Tool,
     ToolUse,
 )
+from lmx_lab.engine.grammar.schemas import unenforced
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.convert import ConvertedMessage, content_texts, placeholder
@@ -68,6 +70,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
                     name=each.name,
                     description=each.description,
                     parameters=NO_ARGUMENTS if each.parameters is None else each.parameters,
+                    strict=each.strict is True,
                 )
                 for each in functions.values()
             ),
@@ -229,19 +232,30 @@ def _called_in(calls: Mapping[str, T | None], given: str | None, place: str) -> 
     raise InvalidRequestError(f"{place}: {problem}", param=place)
 
 
+def unenforced_keywords(request: GenerationRequest) -> Iterator[str]:
+    """Yield the keywords of schemas that are not enforced, with the field of the chat format that contains them."""
+    if (form := request.answer_format) is not None and form.kind == "json_schema" and not form.strict:
+        yield from (f"response_format.{name}" for name in unenforced(json.loads(form.text)))
+    if isinstance(request.prompt, ChatPrompt) and request.prompt.tools is not None:
+        for tool in request.prompt.tools.tools:
+            names = [] if tool.strict else unenforced(tool.parameters)
+            yield from (f"tools.{tool.name}.{name}" for name in names)
+
+
 def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
+    strict = False
     match format_ := request.format:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
             schema = format_.schema_ or ANY_OBJECT
         case JsonSchemaFormat():
-            schema = format_.json_schema.schema_
+            schema, strict = format_.json_schema.schema_, format_.json_schema.strict is True
         case RegexFormat():
             return AnswerFormat(kind="regex", text=format_.regex)
         case _:
             return AnswerFormat(kind="gbnf" if format_.syntax == "gbnf" else "lark", text=format_.grammar)
-    return AnswerFormat(kind="json_schema", text=json_text(schema))
+    return AnswerFormat(kind="json_schema", text=json_text(schema), strict=strict)
 
 
 def usage(prompts: Iterable[Sequence[GenerationReport]]) -> Usage:

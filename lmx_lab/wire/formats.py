@@ -154,9 +154,11 @@ class NamedSchema(RequestModel):
     schema_: JsonSchema = Field(alias="schema")
     """JSON schema, draft 2020-12."""
 
-    # Fields of the format that have no effect here: a schema is always enforced.
     description: str | None = None
+    """Not used."""
     strict: bool | None = None
+    """Whether to refuse a schema of which a part cannot be enforced. Otherwise that part is left out, and named in the
+    header ``x-lmx-ignored``."""
 
 
 class JsonSchemaFormat(RequestModel):

@@ -103,6 +103,7 @@ class ToolDefinition(LenientModel):
     type: str | None = None
     description: str | None = None
     input_schema: ParameterSchema | None = None
+    strict: bool | None = None
 
 
 ToolDefinitions = TypeAliasType(

@@ -72,8 +72,9 @@ class FunctionDefinition(LenientModel):
     ] = None
     """JSON schema of the object of its arguments; null for a function without arguments."""
 
-    # A field of the format that has no effect here: the schema of a forced call is always enforced.
     strict: bool | None = None
+    """Whether to refuse a schema of which a part cannot be enforced, if the tool must be called. Otherwise that part is
+    left out, and named in the header ``x-lmx-ignored``."""
 
 
 class FunctionTool(LenientModel):

@@ -108,7 +108,7 @@ def test_a_conversation_is_converted_to_the_chat_format():
 
 
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aaaa"}]}]
-UNIQUE = {"type": "json_schema", "name": "a", "schema": {"type": "array", "uniqueItems": True}}
+UNIQUE = {"type": "json_schema", "name": "a", "strict": True, "schema": {"type": "array", "uniqueItems": True}}
 CLOCK_CALL = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
 

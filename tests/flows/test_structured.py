@@ -100,7 +100,7 @@ def refusal(http, **changes):
     ("schema", "expected"),
     [
         ({"$ref": "file:///etc/passwd"}, "file:///etc/passwd"),
-        ({"type": "string", "format": "colour"}, "colour"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
         ({"type": "string", "pattern": "("}, "("),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ],

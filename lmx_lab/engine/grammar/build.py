@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmx_lab.engine.grammar import json_lark
 from lmx_lab.engine.grammar.gbnf import to_lark
+from lmx_lab.engine.grammar.schemas import enforceable
 from lmx_lab.engine.requests import AnswerFormat, ToolUse
 from lmx_lab.engine.text.tool_prompt import END, START
 
 WHITESPACE = r"[ ]|\n[ ]{0,24}"
 """Allowed between the parts of JSON: one space, or one line break with indentation. With more whitespace allowed, a
 model may never end its answer."""
+FLEXIBLE = json_lark.Spacing(
+    comma=",",
+    colon=":",
+    preamble=f'%llguidance {{"ignore_once": true}}\n%ignore /{WHITESPACE}/',
+    options={"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True},
+    any_escape=True,
+)
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Disables fast-forward tokens. llguidance would compute at each step how much of the answer is already determined,
 which takes seconds for some grammars, and the result is not used here."""
@@ -63,7 +72,7 @@ def build_grammar(
     if answer_format is not None:
         match answer_format.kind:
             case "json_schema":
-                part = {"json_schema": enforceable_json(json.loads(answer_format.text))}
+                part = {"json_schema": enforceable(json.loads(answer_format.text), strict=answer_format.strict)}
             case "regex":
                 # These characters would end a regular expression in Lark.
                 escapes = {"/": r"\/", "\n": r"\n"}
@@ -83,6 +92,19 @@ def build_grammar(
     lark.rules[:0] = [NO_FORCING, f"start: {body}"]
     main = {"name": "main", "lark_grammar": "\n".join(lark.rules)}
     return json.dumps({"grammars": [main, *lark.parts]}, ensure_ascii=False)
+
+
+def with_json_rules(grammar: str) -> str:
+    """Return the grammar as the installed llguidance compiles it: parts that are JSON schemas are written in Lark."""
+    whole = json.loads(grammar)
+    for part in whole["grammars"]:
+        if "json_schema" in part:
+            schema = part.pop("json_schema")
+            if (lark := json_lark.to_lark(schema, FLEXIBLE)) is not None:
+                part["lark_grammar"] = lark
+            else:
+                part["json_schema"] = json_lark.with_options(schema, FLEXIBLE)
+    return json.dumps(whole, ensure_ascii=False)
 
 
 def as_grammar(part: Mapping[str, Any]) -> str:
@@ -105,7 +127,10 @@ def _body_with_calls(lark: _Lark, tools: ToolUse, markers: Mapping[str, Marker],
             begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
             lark.rules.append(f'call_{at}: {_literal(begin)} @call_{at}_arguments "}}"')
             lark.parts.append(
-                {"name": f"call_{at}_arguments", "json_schema": enforceable_json({"type": "object", **tool.parameters})}
+                {
+                    "name": f"call_{at}_arguments",
+                    "json_schema": enforceable({"type": "object", **tool.parameters}, strict=tool.strict),
+                }
             )
     lark.rules.append(f'call: "\\n" ({" | ".join(names)}) "\\n" {_marker_rule(end)}')
     once = tools.only is not None or not tools.parallel
@@ -134,82 +159,3 @@ def _marker_rule(marker: Marker) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-# JSON schemas
-
-SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLE_SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
-COMBINING_KEYS = ("anyOf", "oneOf", "$ref", "$dynamicRef")
-OPEN_KEYS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "propertyNames")
-"""With one of these keys, a schema defines itself which other properties an object has, or requires more than the
-named ones."""
-IGNORED_FORMATS = ("password", "binary", "byte", "path", "file-path", "directory-path")
-"""Values of ``format`` that do not restrict the text; pydantic writes them for secrets, bytes and paths."""
-
-
-def enforceable_json(schema: Any) -> Any:
-    """Return the schema as it is enforced, with our rule for whitespace.
-
-    The schema's own options for llguidance are replaced.
-    """
-    schema = {} if schema is True else close_objects(schema)
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}} if isinstance(schema, dict) else schema
-
-
-def close_objects(schema: Any) -> Any:
-    """Allow no properties except the named ones in objects, unless the schema specifies otherwise.
-
-    Every answer that satisfies the result satisfies the given schema. With open objects, small models add properties
-    until they have no tokens left; other local servers close objects too. A schema with combined parts is returned
-    unchanged, because closed parts could exclude each other.
-    """
-    is_combined = any(
-        "allOf" in part or ("properties" in part and any(key in part for key in COMBINING_KEYS))
-        for part in _subschemas(schema)
-    )
-    return _rewrite(schema, close=not is_combined)
-
-
-def _rewrite(schema: Any, *, close: bool) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    rewritten = dict(schema)
-    for key, value in schema.items():
-        if key in SCHEMAS_BY_NAME and isinstance(value, dict):
-            rewritten[key] = {name: _rewrite(part, close=close) for name, part in value.items()}
-        elif key in SCHEMA_LISTS and isinstance(value, list):
-            rewritten[key] = [_rewrite(part, close=close) for part in value]
-        elif key in SINGLE_SCHEMAS:
-            rewritten[key] = _rewrite(value, close=close)
-    if rewritten.get("format") in IGNORED_FORMATS:
-        del rewritten["format"]
-    if close and _can_be_closed(schema):
-        rewritten["additionalProperties"] = False
-    return rewritten
-
-
-def _can_be_closed(schema: dict[str, Any]) -> bool:
-    """Whether objects of this schema need no properties except the named ones."""
-    named, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(named, dict) or any(key in schema for key in OPEN_KEYS):
-        return False
-    return isinstance(required, list) and all(isinstance(name, str) and name in named for name in required)
-
-
-def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Iterate over the schema and all schemas in it."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, dict):
-            continue
-        yield part
-        for key, value in part.items():
-            if key in SCHEMAS_BY_NAME and isinstance(value, dict):
-                waiting.extend(value.values())
-            elif key in SCHEMA_LISTS and isinstance(value, list):
-                waiting.extend(value)
-            elif key in SINGLE_SCHEMAS:
-                waiting.append(value)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.grammar.build import as_grammar, enforceable_json
+from lmx_lab.engine.grammar.build import as_grammar, with_json_rules
 from lmx_lab.engine.grammar.worker import TokenTable, build_tokenizer, compile_grammar
 from lmx_lab.engine.requests import ToolUse
 from lmx_lab.engine.sandbox import (
@@ -42,7 +42,7 @@ LIMIT_S = 2.0
 """Time limit for checking a grammar and all its parts."""
 TOO_LARGE = "it is too large, or nested too deeply, to be compiled; simplify it"
 CACHE_SIZE = 32
-ANY_OBJECT = enforceable_json({"type": "object"})
+ANY_OBJECT = {"type": "object"}
 STOP_REASONS = {
     "NoExtensionBias": "no text can be a whole answer of this form",
     "ParserTooComplex": "it has become too complex",
@@ -150,7 +150,9 @@ class GrammarCompiler:
         async with self._turn(grammar):
             if (matcher := self._compiled.get(grammar)) is None:
                 enforced = await self._check(grammar, tools)
-                matcher = await in_thread(lambda: compile_grammar(self._build(), enforced), name="lmx-lab-grammar")
+                matcher = await in_thread(
+                    lambda: compile_grammar(self._build(), with_json_rules(enforced)), name="lmx-lab-grammar"
+                )
             _put(self._compiled, grammar, matcher)
             return matcher
 
@@ -201,7 +203,8 @@ class GrammarCompiler:
         """
         pool = self._pool
         try:
-            reply = json.loads(await pool.run(WORKER, pickle.dumps(grammars), limit_s=limit_s, setup=self._setup))
+            request = pickle.dumps([with_json_rules(grammar) for grammar in grammars])
+            reply = json.loads(await pool.run(WORKER, request, limit_s=limit_s, setup=self._setup))
         except SandboxStartError as exc:
             log.warning("grammars are compiled without a check, because no process could be started: %s", exc)
             return "", None, 0.0

@@ -18,6 +18,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from lmx_lab.engine.grammar import json_lark
 from lmx_lab.engine.grammar.build import NO_FORCING
 from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler
 from lmx_lab.engine.grammar.worker import TokenTable
@@ -31,7 +32,13 @@ from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.tokenizer import CONTROL, eos_ids, read_vocabulary
 
 SPACE = "\u2581"
-ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ON_ONE_LINE = json_lark.Spacing(
+    comma=", ",
+    colon=": ",
+    preamble="",
+    options={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    any_escape=False,
+)
 """Replaces the usual rule for white space: llama.cpp's older llguidance repeats a pattern of white space any number of
 times."""
 REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
@@ -166,13 +173,15 @@ def to_lark(grammar: str) -> str:
     main, *parts = json.loads(grammar)["grammars"]
     rules = [REFERENCE.sub(r"\1", main["lark_grammar"])]
     for part in parts:
-        if "lark_grammar" in part:
-            rules.append(f"{part['name']}: %lark {{\n{part['lark_grammar']}\n}}")
-            continue
-        schema = part["json_schema"]
-        if isinstance(schema, dict):
-            schema = {**schema, "x-guidance": ON_ONE_LINE}
-        rules.append(f"{part['name']}: %json {json.dumps(schema)}")
+        lark = part.get("lark_grammar")
+        if lark is None:
+            lark = json_lark.to_lark(part["json_schema"], ON_ONE_LINE)
+        if lark is None:
+            rules.append(
+                f"{part['name']}: %json {json.dumps(json_lark.with_options(part['json_schema'], ON_ONE_LINE))}"
+            )
+        else:
+            rules.append(f"{part['name']}: %lark {{\n{lark}\n}}")
     return "\n".join(rules)
 
 

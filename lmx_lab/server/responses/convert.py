@@ -288,7 +288,7 @@ class CallableTool:
         """Return the function of the chat format."""
         description = self.definition.description
         if isinstance(self.definition, FlatFunction):
-            return function_tool(self.chat_name, description, self.definition.parameters)
+            return function_tool(self.chat_name, description, self.definition.parameters, strict=self.definition.strict)
         text = {"type": "string"}
         if (grammar := self.grammar) is not None:
             form = "grammar (Lark)"

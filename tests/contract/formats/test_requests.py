@@ -1,5 +1,7 @@
 """Tests that all formats accept the same: prompts, names of models, keys, and fields without effect."""
 
+import json
+
 import httpx2
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -110,6 +112,55 @@ def test_ignored_fields_are_named_in_a_header(form, http, stream):
         response = http.post(form.path, json=form.body(Request(extra=extra), stream=stream))
         assert response.status_code == 200, response.text
         assert response.headers.get("x-lmx-ignored") == named
+
+
+SETS = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}, "uniqueItems": True}}}
+
+
+def chat_schema(**strict):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "sets", "schema": SETS, **strict}}}
+
+
+def responses_schema(**strict):
+    return {"text": {"format": {"type": "json_schema", "name": "sets", "schema": SETS, **strict}}}
+
+
+def messages_schema():
+    return {"output_config": {"format": {"type": "json_schema", "schema": SETS}}}
+
+
+def ollama_schema():
+    return {"format": SETS}
+
+
+SCHEMA_FIELDS = {
+    "chat": (chat_schema, "response_format"),
+    "completions": (chat_schema, "response_format"),
+    "responses": (responses_schema, "text.format"),
+    "messages": (messages_schema, "output_config.format"),
+    "llama.cpp completion": (lambda: {"json_schema": SETS}, "response_format"),
+    "ollama chat": (ollama_schema, "format"),
+    "ollama generate": (ollama_schema, "format"),
+}
+"""The field with a schema in each format, and its name in headers and errors."""
+
+
+@each_format("http")
+def test_a_part_of_a_schema_that_cannot_be_enforced_is_named_in_a_header(form, http):
+    fields, place = SCHEMA_FIELDS[form.name]
+    response = form.post(http, Request(extra=fields()))
+    assert (response.status_code, response.headers["x-lmx-ignored"]) == (200, f"{place}.uniqueItems")
+    assert set(json.loads(form.answer(response.json()).text).get("a", [])) <= {1}
+
+
+@pytest.mark.parametrize("name", ["chat", "completions", "responses"])
+def test_a_strict_schema_is_enforced_as_a_whole_or_refused(name, http):
+    (form,) = [form for form in FORMATS if form.name == name]
+    fields, place = SCHEMA_FIELDS[name]
+    assert "x-lmx-ignored" in form.post(http, Request(extra=fields(strict=False))).headers
+    response = form.post(http, Request(extra=fields(strict=True)))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, place)
+    assert "uniqueItems" in response.json()["error"]["message"]
 
 
 @each_format()

@@ -12,7 +12,8 @@ from llguidance import LLMatcher
 from lmx_lab.engine import AnswerFormat, ToolUse
 from lmx_lab.engine.echo.model import echo_vocabulary
 from lmx_lab.engine.grammar import worker
-from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar, close_objects
+from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
+from lmx_lab.engine.grammar.schemas import close_objects
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
 from tests.support.asking import invalid
 
@@ -171,12 +172,6 @@ def test_the_given_schema_is_not_modified():
 def test_a_property_may_be_named_like_a_keyword():
     given = {"properties": {"allOf": STRING, "properties": STRING}}
     assert close_objects(given) == {**given, "additionalProperties": False}
-
-
-def test_formats_without_meaning_for_the_text_are_removed():
-    given = {"allOf": [{"properties": {"a": {"type": "string", "format": "password"}, "format": STRING}}]}
-    assert close_objects(given) == {"allOf": [{"properties": {"a": STRING, "format": STRING}}]}
-    assert close_objects({"format": "date"}) == {"format": "date"}
 
 
 # GBNF

@@ -117,10 +117,14 @@ def test_references_in_the_callers_text_are_not_replaced():
 
 
 def test_json_is_written_on_one_line():
-    lark = lark_of(AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA)))
-    schema = json.loads(lark.partition("%json ")[2])
-    assert schema["x-guidance"] == {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    assert schema["properties"] == SCHEMA["properties"]
+    lines = lark_of(AnswerFormat(kind="json_schema", text=json.dumps(SCHEMA))).splitlines()
+    assert 'comma: ", "' in lines
+    assert 'colon: ": "' in lines
+    assert not any("%ignore" in line for line in lines)
+    # A part that is left to llama.cpp.
+    lark = lark_of(AnswerFormat(kind="json_schema", text='{"type": "number", "multipleOf": 0.5}'))
+    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    assert json.loads(lark.partition("%json ")[2].splitlines()[0])["x-guidance"] == options
 
 
 def test_parts_that_do_not_fit_together_are_refused():

@@ -1,0 +1,205 @@
+"""JSON schemas are translated to grammars that allow all escapes, have exact bounds and limit numbers, for both
+versions of llguidance. The schemas of generators are enforced.
+"""
+
+import json
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from llguidance import LLMatcher
+
+from lmx_lab.engine import AnswerFormat
+from lmx_lab.engine.echo.model import echo_vocabulary
+from lmx_lab.engine.grammar.build import build_grammar, with_json_rules
+from lmx_lab.engine.grammar.json_lark import number_pattern
+from lmx_lab.engine.grammar.schemas import FORMATS, REPLACEMENTS, enforceable, unenforced
+from lmx_lab.engine.grammar.worker import LIMITS, build_tokenizer
+from lmx_lab.engine.llama_cpp.grammar import to_lark
+from tests.support.generated_schemas import UNBOUNDED, generated_schemas
+
+TOKENIZER = build_tokenizer(echo_vocabulary().token_table)
+WRITERS = {"flexible": with_json_rules, "on one line": to_lark}
+"""The grammar for the installed llguidance, and for llama.cpp, which is compiled by the installed one here."""
+
+
+def matcher_of(schema, writer="flexible", *, strict=True):
+    built = build_grammar(
+        AnswerFormat(kind="json_schema", text=json.dumps(schema), strict=strict), None, None, markers={}
+    )
+    matcher = LLMatcher(TOKENIZER, WRITERS[writer](built), log_level=0, limits=LIMITS)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def accepts(schema, text, writer="flexible"):
+    matcher = matcher_of(schema, writer)
+    return all(matcher.consume_token(token) for token in echo_vocabulary().encode(text)) and matcher.is_accepting()
+
+
+def closed(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+# Escapes
+
+ESCAPES = [r'"caf\u00e9"', r'"a\/b"', r'"\ud83d\ude00"', r'"\"\\\/\b\f\n\r\t\u0000\u001F\u007f"', '"é😀"']
+LONE = [r'"\ud83d"', r'"\ud83dx"', r'"\ude00"', r'"\u00g0"', r'"\x"', '"\n"']
+STRINGS = {
+    "string": {"type": "string"},
+    "length": {"type": "string", "minLength": 1, "maxLength": 20},
+    "any": {},
+    "item": {"type": "array", "items": {"type": ["string", "null"]}},
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("name", STRINGS)
+def test_all_escapes_of_json_are_allowed(name, writer):
+    texts = {text: f"[{text}]" if name == "item" else text for text in ESCAPES + LONE}
+    assert [text for text in ESCAPES if not accepts(STRINGS[name], texts[text], writer)] == []
+    assert [text for text in LONE if accepts(STRINGS[name], texts[text], writer)] == []
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_escape_counts_as_one_character(writer):
+    two = {"type": "string", "minLength": 2, "maxLength": 2}
+    assert accepts(two, r'"\ud83d\ude00\/"', writer)
+    assert not accepts(two, r'"\ud83d\ude00"', writer)
+    assert not accepts(two, r'"\u0041bc"', writer)
+
+
+PATTERNED = [{"type": "string", "pattern": r"^.{1,9}$"}, {"type": "string", "pattern": r"^[^a]*$", "maxLength": 9}]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("schema", PATTERNED)
+def test_an_escape_that_cannot_be_completed_cannot_begin_in_a_pattern(schema, writer):
+    assert accepts(schema, r'"\"\\"', writer)
+    for nested in (schema, {"anyOf": [schema, {"type": "null"}]}):
+        matcher = matcher_of(nested, writer)
+        for token in echo_vocabulary().encode('"\\'):
+            assert matcher.consume_token(token)
+        assert [matcher.validate_tokens(echo_vocabulary().encode(letter)) for letter in 'unt/"'] == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_open_objects_have_every_name_once(writer):
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True}
+    assert accepts(schema, '{"a": null, "b": 3, "c d": "e"}', writer)
+    assert not accepts(schema, '{"a": null, "a": 3}', writer)
+    assert not accepts(schema, '{"a": null, "\\u0061": 3}', writer)
+
+
+# Numbers
+
+BOUNDS = st.none() | st.integers(-300, 300) | st.integers(-(2**70), 2**70)
+
+
+@given(low=BOUNDS, high=BOUNDS, exclusive=st.booleans(), offset=st.integers(-2, 2), whole=st.booleans())
+def test_bounds_of_integers_and_numbers_are_exact(low, high, exclusive, offset, whole):
+    keys = ("exclusiveMinimum", "exclusiveMaximum") if exclusive else ("minimum", "maximum")
+    schema = {key: bound for key, bound in zip(keys, (low, high), strict=True) if bound is not None}
+    pattern = number_pattern(schema, whole=whole)
+    if pattern is None:
+        assert low is not None
+        assert high is not None
+        assert low >= high - exclusive
+        return
+    for near in (low or 0, high or 0):
+        for text in (str(near + offset), *([f"{near + offset}.5"] if not whole else [])):
+            value = Fraction(text)
+            fits = Draft202012Validator(schema).is_valid(int(value) if value.denominator == 1 else value)
+            limited = abs(value) < 10**18 - 1 or (low is not None and high is not None)
+            if text != "-0" and (limited or not fits):
+                assert (re.fullmatch(pattern, text) is not None) == fits, (schema, text)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_numbers_without_bounds_have_a_limited_number_of_digits(kind, writer):
+    assert accepts({"type": kind}, "-" + "9" * 18, writer)
+    assert not accepts({"type": kind}, "9" * 19, writer)
+    assert accepts({"type": "number"}, "0." + "1" * 12 + "e-12", writer)
+    assert not accepts({"type": "number"}, "0." + "1" * 13, writer)
+    assert not accepts({"type": "number", "minimum": 0, "maximum": 1}, "0." + "1" * 13, writer)
+
+
+def test_texts_of_formats_are_limited_in_length():
+    for pattern in (*FORMATS.values(), *REPLACEMENTS.values()):
+        assert not set("*+") & set(re.sub(r"\[[^]]*\]", "", pattern))
+
+
+SAMPLES = ["P1D", "P2Y3M4DT5H6M7S", "PT36H", "P9W", "a@b.co", "first.last+tag@mail.example.com", "-1", "12.50", "+0.5"]
+
+
+def test_a_replaced_pattern_matches_all_texts_of_its_replacement():
+    for pattern, replacement in REPLACEMENTS.items():
+        texts = [text for text in SAMPLES if re.fullmatch(replacement, text)]
+        assert len(texts) >= 2
+        assert all(re.search(pattern, text) for text in texts)
+
+
+# Structure
+
+TEXTS = ["{}", "[]", "[1]", '[1, "a"]', '{"a": 1}', '{"a": 1, "b": 2}', '{"b": 2}', "null", "5", '"x"', "true", "[[]]"]
+STRUCTURES = [
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "minItems": 1, "maxItems": 1},
+    {"type": "array", "items": {"type": "array"}, "maxItems": 1},
+    {"type": "array", "items": False},
+    {"type": "array", "maxItems": 0},
+    {**closed(a={"type": "integer"}, b={"type": "integer"}), "required": ["b"]},
+    {**closed(a={"type": "integer"}, b={"type": "integer"}), "required": []},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"oneOf": [{"type": "integer"}, {"type": "string"}, closed(a={"const": 1})]},
+    {"oneOf": [closed(a={"const": 1}), closed(a={"enum": [2, 3]})]},
+    {"anyOf": [{"$ref": "#/$defs/n"}, False], "$defs": {"n": {"allOf": [{"type": ["null", "boolean"]}]}}},
+    {"enum": [{"a": 1}, [1, "a"], 5, None]},
+    {"enum": ["x", 5], "type": "string"},
+    {"$ref": "#/definitions/%6E", "definitions": {"n": {"type": "null"}}},
+]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("schema", STRUCTURES)
+def test_a_grammar_accepts_the_values_that_are_valid(schema, writer):
+    valid = [text for text in TEXTS if Draft202012Validator(schema).is_valid(json.loads(text))]
+    assert [text for text in TEXTS if accepts(schema, text, writer)] == valid
+
+
+# Generators
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("name", [*generated_schemas(), *UNBOUNDED])
+def test_schemas_of_generators_are_enforced(name, writer):
+    matcher_of((generated_schemas() | UNBOUNDED)[name], writer, strict=name != "Pydantic set")
+
+
+def test_only_sets_of_generated_schemas_are_not_enforced_as_a_whole():
+    found = {name: names for name, schema in (generated_schemas() | UNBOUNDED).items() if (names := unenforced(schema))}
+    assert found == {"Pydantic set": ["uniqueItems"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "names"),
+    [
+        ({"type": "array", "uniqueItems": True}, {"type": "array"}, ["uniqueItems"]),
+        ({"contains": {"const": 1}, "minContains": 2}, {"minItems": 1}, ["contains", "minContains"]),
+        ({"not": {"const": 1}, "if": {}, "then": {}}, {}, ["not", "if", "then"]),
+        ({"type": "string", "pattern": "^(?=a)a$"}, {"type": "string"}, ["pattern"]),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            {"anyOf": [{"type": "integer"}, {"type": "number"}]},
+            ["oneOf"],
+        ),
+        ({"type": "array", "items": {"uniqueItems": True}}, {"type": "array", "items": {}}, ["uniqueItems"]),
+    ],
+)
+def test_keywords_that_cannot_be_enforced_are_left_out_and_named(given, expected, names):
+    assert (enforceable(given, strict=False), unenforced(given)) == (expected, names)
+    assert enforceable(given, strict=True) == given
