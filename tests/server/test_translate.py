@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from lmx_lab.engine import AnswerFormat, ChatPrompt, InfillPrompt, Sampling, TextPrompt, TokenPrompt
+from lmx_lab.engine import ChatPrompt, InfillPrompt, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.http.errors import validation_error
 from lmx_lab.server.translate import (
     chat_logprobs,
@@ -279,7 +279,13 @@ def test_text_sets_no_format(given):
     ],
 )
 def test_each_format_is_translated_for_the_engine(given, kind, text):
-    assert answer_format(response_format=given) == AnswerFormat(kind=kind, text=text)
+    found = answer_format(response_format=given)
+    assert (found.kind, found.text) == (kind, text)
+
+
+@pytest.mark.parametrize(("strict", "expected"), [(True, True), (False, False), (None, False)])
+def test_a_schema_is_strict_only_if_the_request_says_so(strict, expected):
+    assert answer_format(response_format=schema({}, strict=strict)).strict is expected
 
 
 @pytest.mark.parametrize(
