@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
+from lmx_lab.engine import Answer
 from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import event_stream
@@ -45,17 +47,31 @@ def chat_routes(service: InferenceService) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         # The writer must not refer to the body, whose memory is released before the answer.
-        options = {"logprobs": bool(body.logprobs), "include_usage": body.include_usage}
+        prompts: dict[int, Sequence[int]] | None = {} if body.return_token_ids else None
+        options: dict[str, Any] = {"logprobs": bool(body.logprobs), "include_usage": body.include_usage}
         wanted = AnswerRequest(
             prompts=[generation_request(body)],
-            writer=lambda model, fingerprint: ChatWriter(model, fingerprint, **options),
+            writer=lambda model, fingerprint: ChatWriter(model, fingerprint, **options, prompts=prompts),
             choices=body.choices,
             stream=bool(body.stream),
             ignored=body.ignored(),
+            read=aiter if prompts is None else keep_prompts(prompts),
         )
         return await respond(service, request, wanted)
 
     return router
+
+
+def keep_prompts(
+    prompts: dict[int, Sequence[int]], read: Callable[[Answer], AsyncIterator[Delta]] = aiter
+) -> Callable[[Answer], AsyncIterator[Delta]]:
+    """Return a reader that also stores the tokens of the prompt of each answer by its index."""
+
+    def reader(answer: Answer) -> AsyncIterator[Delta]:
+        prompts[answer.index] = answer.prompt
+        return read(answer)
+
+    return reader
 
 
 class ChunkWriter:
@@ -68,6 +84,8 @@ class ChunkWriter:
     Args:
         logprobs: Whether the request asks for log-probabilities.
         include_usage: Whether a stream ends with a chunk that contains the usage.
+        prompts: The tokens of the prompt of each choice, known from its first delta on, if the answer has the ids of
+            all tokens; see ``keep_prompts``.
     """
 
     media_type = "text/event-stream"
@@ -75,9 +93,20 @@ class ChunkWriter:
     object: ClassVar[str]
     """Value of the chunks' field ``object``."""
 
-    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        fingerprint: str,
+        *,
+        logprobs: bool = False,
+        include_usage: bool = False,
+        prompts: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         self._logprobs = logprobs
         self._include_usage = include_usage
+        self._prompts = prompts
+        self._ids = defaultdict[int, list[int]](list)
+        """Ids of the tokens of each choice that no chunk contains yet."""
         self._shared = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "object": self.object,
@@ -86,6 +115,10 @@ class ChunkWriter:
             "system_fingerprint": fingerprint,
         }
         self._head = f'{json_text(self._shared)[:-1]},"choices":['
+
+    def _token_ids(self, index: int) -> str:
+        """Return the member of a chunk with the ids of the tokens since the last one, if they are requested."""
+        return "" if self._prompts is None else f',"token_ids":{json_text(self._ids.pop(index, []))}'
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
@@ -105,8 +138,8 @@ class ChatWriter(ChunkWriter):
     id_prefix = "chatcmpl"
     object = "chat.completion.chunk"
 
-    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
-        super().__init__(model, fingerprint, logprobs=logprobs, include_usage=include_usage)
+    def __init__(self, model: str, fingerprint: str, **options: Any) -> None:
+        super().__init__(model, fingerprint, **options)
         self._waiting = set[int]()
         """Indexes of the choices that have begun and wait for their first token."""
 
@@ -122,6 +155,8 @@ class ChatWriter(ChunkWriter):
         log-probabilities of the whole delta.
         """
         yield from self._first_chunk(index)
+        if self._prompts is not None:
+            self._ids[index] += delta.ids
         parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
         if delta.text:
             parts.append(f'{{"content":{json_text(delta.text)}}}')
@@ -149,13 +184,16 @@ class ChatWriter(ChunkWriter):
             choices=[self._choice(index, delta, report) for index, (delta, report) in enumerate(choices)],
             usage=usage([reports]),
             timings=timings([reports]),
+            prompt_token_ids=None if self._prompts is None else list(self._prompts[0]),
         )
         return body.model_dump_json()
 
     def _first_chunk(self, index: int) -> Iterator[str]:
         if index in self._waiting:
             self._waiting.remove(index)
-            yield self._chunk(index, '{"role":"assistant","content":""}')
+            prompt = (self._prompts or {}).get(index)
+            end = "" if prompt is None else f',"prompt_token_ids":{json_text(prompt)}'
+            yield self._chunk(index, '{"role":"assistant","content":""}', end=end)
 
     def _choice(self, index: int, delta: Delta, report: GenerationReport) -> Choice:
         calls = [
@@ -172,8 +210,10 @@ class ChatWriter(ChunkWriter):
             ),
             logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
             finish_reason=report.finish_reason,
+            token_ids=None if self._prompts is None else list(delta.ids),
         )
 
     def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
         field = f',"logprobs":{logprobs}' if self._logprobs else ""
-        return data_line(f'{self._head}{{"index":{index},"delta":{delta}{field},"finish_reason":{reason}}}]{end}}}')
+        field = f'{field},"finish_reason":{reason}{self._token_ids(index)}'
+        return data_line(f'{self._head}{{"index":{index},"delta":{delta}{field}}}]{end}}}')

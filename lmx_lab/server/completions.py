@@ -20,7 +20,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import Responses, event_stream
 from lmx_lab.http.streaming import DONE, comment, data_line
 from lmx_lab.server.answers import AnswerRequest, respond
-from lmx_lab.server.chat import ChunkWriter
+from lmx_lab.server.chat import ChunkWriter, keep_prompts
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
 from lmx_lab.server.translate import (
@@ -83,14 +83,16 @@ def completion_routes(service: InferenceService) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         # The writer must not refer to the body, whose memory is released before the answer.
-        options = {"logprobs": body.logprobs is not None, "include_usage": body.include_usage}
+        prompts: dict[int, Sequence[int]] | None = {} if body.return_token_ids else None
+        options: dict[str, Any] = {"logprobs": body.logprobs is not None, "include_usage": body.include_usage}
+        read = with_echo if body.echo else aiter
         wanted = AnswerRequest(
             prompts=completion_requests(body),
-            writer=lambda model, fingerprint: CompletionWriter(model, fingerprint, **options),
+            writer=lambda model, fingerprint: CompletionWriter(model, fingerprint, **options, prompts=prompts),
             choices=body.choices,
             stream=bool(body.stream),
             ignored=body.ignored(),
-            read=with_echo if body.echo else aiter,
+            read=read if prompts is None else keep_prompts(prompts, read),
         )
         return await respond(service, request, wanted)
 
@@ -134,15 +136,19 @@ class CompletionWriter(ChunkWriter):
     id_prefix = "cmpl"
     object = "text_completion"
 
-    def __init__(self, model: str, fingerprint: str, *, logprobs: bool = False, include_usage: bool = False) -> None:
-        super().__init__(model, fingerprint, logprobs=logprobs, include_usage=include_usage)
+    def __init__(self, model: str, fingerprint: str, **options: Any) -> None:
+        super().__init__(model, fingerprint, **options)
         self._writers = defaultdict[int, LogprobsWriter](LogprobsWriter)
         """Writers of the log-probabilities of each choice."""
+        self._begun: set[int] = set()
+        """The choices whose first chunk was written."""
 
     def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
         yield from ()
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
+        if self._prompts is not None:
+            self._ids[index] += delta.ids
         if delta.text or delta.logprobs:
             written = self._writers[index].write(delta.logprobs).model_dump_json() if self._logprobs else "null"
             yield self._chunk(index, delta.text, logprobs=written)
@@ -159,6 +165,9 @@ class CompletionWriter(ChunkWriter):
                 index=index,
                 logprobs=self._writers[index].write(delta.logprobs) if self._logprobs else None,
                 finish_reason=report.finish_reason,
+                **{}
+                if self._prompts is None
+                else {"token_ids": list(delta.ids), "prompt_token_ids": list(self._prompts[index])},
             )
             for index, (delta, report) in enumerate(chain.from_iterable(parts))
         ]
@@ -172,6 +181,10 @@ class CompletionWriter(ChunkWriter):
 
     def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
         fields = f'"text":{json_text(text)},"index":{index},"logprobs":{logprobs},"finish_reason":{reason}'
+        fields += self._token_ids(index)
+        if self._prompts is not None and index not in self._begun:
+            self._begun.add(index)
+            fields += f',"prompt_token_ids":{json_text(self._prompts[index])}'
         return data_line(f"{self._head}{{{fields}}}]{end}}}")
 
 

@@ -64,6 +64,12 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
                         "/v1/chat/completions",
                         param="n",
                     )
+                if request.return_token_ids:
+                    raise InvalidRequestError(
+                        "return_token_ids is true, but the messages of a WebSocket have no ids; leave it out, or use "
+                        "POST /v1/chat/completions",
+                        param="return_token_ids",
+                    )
                 await _answer(socket, service, request)
             except LabError as exc:
                 if not isinstance(exc, CallerError):

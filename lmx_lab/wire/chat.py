@@ -334,6 +334,8 @@ class Choice(BaseModel):
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None = None
     finish_reason: FinishReason
+    token_ids: list[int] | None = Field(None, exclude_if=_is_none)
+    """Ids of the tokens of the answer; absent unless requested."""
 
 
 class ChatCompletion(AnswerHead):
@@ -344,6 +346,8 @@ class ChatCompletion(AnswerHead):
     usage: Usage
     timings: Timings
     """Timings of all choices together: tokens are summed, and times are those of the longest choice."""
+    prompt_token_ids: list[int] | None = Field(None, exclude_if=_is_none)
+    """Ids of the tokens of the prompt; absent unless requested."""
 
 
 class ChoiceDelta(BaseModel):
@@ -363,6 +367,8 @@ class ChunkChoice(BaseModel):
     logprobs: ChoiceLogprobs | None = None
     """Log-probabilities of the tokens whose text is in ``delta``; absent unless requested."""
     finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
+    """Ids of the tokens since the last chunk of the choice; absent unless requested."""
 
 
 class ChatChunk(AnswerHead):
@@ -373,6 +379,8 @@ class ChatChunk(AnswerHead):
     usage: Usage | None = None
     timings: Timings | None = None
     """Timings of the choice that ends with this chunk."""
+    prompt_token_ids: list[int] | None = None
+    """In the first chunk with tokens of the answer, if requested."""
 
 
 class SocketToken(BaseModel):

@@ -141,6 +141,10 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     """Null in every chunk of a choice except the last."""
+    token_ids: list[int] | None = None
+    """Ids of the tokens of the text; absent unless requested."""
+    prompt_token_ids: list[int] | None = None
+    """Ids of the tokens of the prompt, if requested. In a stream, the first chunk of a choice has them."""
 
 
 class Completion(AnswerHead):

@@ -91,6 +91,8 @@ class GenerationFields(RequestModel):
     n: Choices | None = None
     stop: Annotated[Stop | Stops | None, NO_EMPTY_STOPS] = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    """Whether the answer has the ids of its tokens and of those of the prompt, as in vLLM."""
     min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Number of tokens before which neither the end of the text nor a stop string ends the answer."""
     logprob_tokens: NamedTokens | None = None

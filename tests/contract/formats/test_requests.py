@@ -163,6 +163,21 @@ def test_a_strict_schema_is_enforced_as_a_whole_or_refused(name, http):
     assert "uniqueItems" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.name in ("chat", "completions")])
+def test_the_ids_of_all_tokens_are_returned_if_requested(form, lab, http):
+    request = Request(extra={"return_token_ids": True})
+    whole = form.post(http, request).json()
+    [choice], prompt = whole["choices"], list(lab.requests[-1].prompt)
+    assert choice.get("prompt_token_ids", whole.get("prompt_token_ids")) == prompt
+    text = http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["content"]
+    assert text == "hello<|end|>"
+    frames = form.frames(form.streamed(http, request))
+    pieces = [piece for frame in frames for piece in frame["choices"]]
+    assert [id for piece in pieces for id in piece["token_ids"]] == choice["token_ids"]
+    found = [part["prompt_token_ids"] for part in [*frames, *pieces] if "prompt_token_ids" in part]
+    assert found == [prompt]
+
+
 @each_format()
 def test_no_model_and_default_mean_the_loaded_model(form, http):
     bodies = [form.post(http, Request(model=model)).json() for model in ("echo", "default", None)]
