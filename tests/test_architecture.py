@@ -148,6 +148,7 @@ SUBJECTS = {
     "server.other_paths": "the paths that clients build",
     "server.pages": "the pages for browsers",
     "server.app": "the application of the server",
+    "server.responses.socket": "the WebSocket of the Responses format",
     "server.metrics": "a file format: metrics of Prometheus",
     "server.request_log": "the log of requests",
     "server.tokens": "a format: the routes of llama.cpp for tokens",

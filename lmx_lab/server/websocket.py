@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, WebSocket
 from pydantic import BaseModel, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
+from lmx_lab.engine import GenerationRequest
 from lmx_lab.errors import BodyTooLargeError, CallerError, InvalidRequestError, LabError, UnavailableError
 from lmx_lab.http.bodies import read_json
 from lmx_lab.http.errors import detail_for, request_id_of, validation_error
 from lmx_lab.http.streaming import SendWatch
 from lmx_lab.sanitize import escape_line_ends
-from lmx_lab.server.answers import Choices
+from lmx_lab.server.answers import Choices, StreamWriter
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.translate import call_chunks, chat_logprobs, generation_request, json_text, socket_stats
 from lmx_lab.values.outputs import Delta, GenerationReport
@@ -29,6 +30,7 @@ from lmx_lab.wire.chat import ChatRequest, SocketDone, SocketError
 from lmx_lab.wire.errors import ErrorDetail
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 NORMAL, POLICY_VIOLATION = 1000, 1008
 """Close codes (RFC 6455, 7.4.1)."""
 CLOSE_CODES: dict[type[LabError], int] = {
@@ -41,7 +43,7 @@ CLOSE_CODES: dict[type[LabError], int] = {
 if the request may succeed later."""
 
 
-class _ServerStopping(WebSocketDisconnect):
+class ServerStopping(WebSocketDisconnect):
     """The server is stopping. Unlike after a disconnect of the client, messages can still be sent."""
 
 
@@ -51,12 +53,17 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
 
     @router.websocket("/v1/chat/stream")
     async def chat_stream(socket: WebSocket) -> None:
-        headers = service.recording.answer_headers(own=service.recording.is_own(socket))
-        await socket.accept(headers=[(name.encode(), value.encode()) for name, value in headers.items()])
+        await accept(socket, service)
         with suppress(WebSocketDisconnect):
             try:
                 # The message is not kept in a variable, so that its memory is released once it is parsed.
-                request = await _parse(await _receive(socket, timeout_s=60), max_body_bytes)
+                request = await parse(await receive(socket, timeout_s=60), max_body_bytes, ChatRequest.model_validate)
+                if request.choices > 1:
+                    raise InvalidRequestError(
+                        f"n is {request.n}, but a WebSocket carries one answer; leave n out, or use POST "
+                        "/v1/chat/completions",
+                        param="n",
+                    )
                 await _answer(socket, service, request)
             except LabError as exc:
                 if not isinstance(exc, CallerError):
@@ -67,21 +74,29 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
     return router
 
 
+async def accept(socket: WebSocket, service: InferenceService) -> None:
+    """Accept a connection, with the headers of an answer."""
+    headers = service.recording.answer_headers(own=service.recording.is_own(socket))
+    await socket.accept(headers=[(name.encode(), value.encode()) for name, value in headers.items()])
+
+
 def _close_code(error: LabError) -> int:
     return next(CLOSE_CODES[kind] for kind in type(error).__mro__ if kind in CLOSE_CODES)
 
 
 async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
     """Send the answer, while a second task receives the messages of the client."""
-    tokens = asyncio.ensure_future(_send_tokens(socket, service, request))
+    writer = SocketWriter(logprobs=bool(request.logprobs))
+    tokens = asyncio.ensure_future(send_answer(socket, service, generation_request(request), lambda _: writer))
     watcher = asyncio.ensure_future(_refuse_messages(socket))
     try:
         await asyncio.wait({tokens, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not tokens.done() and not watcher.result():
             return
         # If the server is stopping, it has ended the answer, but the rest of the answer or the error is not sent yet.
-        if (error := await tokens) is not None:
-            await socket.close(_close_code(error))
+        await tokens
+        if writer.failure is not None:
+            await socket.close(_close_code(writer.failure))
             return
         # Closing the connection is up to the client.
         await asyncio.wait({watcher}, timeout=5.0)
@@ -96,20 +111,30 @@ async def _answer(socket: WebSocket, service: InferenceService, request: ChatReq
         del tokens, watcher
 
 
-async def _send_tokens(socket: WebSocket, service: InferenceService, request: ChatRequest) -> LabError | None:
-    """Send the answer, and return the error with which it has ended; None if it is complete.
+async def send_answer(
+    socket: WebSocket,
+    service: InferenceService,
+    request: GenerationRequest,
+    writer_for: Callable[[str], StreamWriter],
+    message: Callable[[str], str] = lambda text: text,
+) -> None:
+    """Send the answer to a request. An error after the first token is written by the writer.
+
+    Args:
+        writer_for: Creates the writer. Its argument is the id of the model that answers, as the caller may see it.
+        message: Converts a text of the writer to a message.
 
     Raises:
         LabError: the request was refused.
     """
-    writer = SocketWriter(logprobs=bool(request.logprobs))
-    choices = Choices(service, [replace(generation_request(request), caller=service.caller_of(socket))])
+    choices = Choices(service, [replace(request, caller=service.caller_of(socket))])
     await choices.start()
+    writer = writer_for(choices.model)
     watch = SendWatch(lambda: service.blocked_limit_s(choices.running))
     try:
-        async with watch, aclosing(choices.texts(writer, lambda error: detail_for(socket, error))) as messages:
-            async for message in messages:
-                await watch.send(_send_text(socket, message))
+        async with watch, aclosing(choices.texts(writer, lambda error: detail_for(socket, error))) as texts:
+            async for text in texts:
+                await watch.send(send_text(socket, message(text)))
     except TimeoutError:
         if not watch.expired:
             raise
@@ -120,7 +145,6 @@ async def _send_tokens(socket: WebSocket, service: InferenceService, request: Ch
         if close is not None:
             close(POLICY_VIOLATION, reason)
         raise WebSocketDisconnect(POLICY_VIOLATION, reason) from None
-    return writer.failure
 
 
 async def _refuse_messages(socket: WebSocket) -> bool:
@@ -130,18 +154,24 @@ async def _refuse_messages(socket: WebSocket) -> bool:
     """
     try:
         while True:
-            await _receive(socket, None)
+            await receive(socket, None)
             error = InvalidRequestError("a connection accepts only one request; open a new connection for each request")
             await _send(socket, _error(socket, error))
             # Neither of these calls yields to other tasks if the next message has already arrived.
             await asyncio.sleep(0)
-    except _ServerStopping:
+    except ServerStopping:
         return True
     except WebSocketDisconnect:
         return False
 
 
-async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
+async def receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
+    """Return the next message.
+
+    Raises:
+        InvalidRequestError: there was none within the time.
+        WebSocketDisconnect: the client has disconnected or, as ``ServerStopping``, the server is stopping.
+    """
     try:
         message: dict[str, Any] = await asyncio.wait_for(socket.receive(), timeout_s)  # type: ignore[arg-type]
     except TimeoutError:
@@ -150,27 +180,26 @@ async def _receive(socket: WebSocket, timeout_s: float | None) -> str | bytes:
         ) from None
     if message["type"] == "websocket.disconnect":
         # ``http.connections`` adds this mark. The close code is not enough: any client can close with it.
-        error = _ServerStopping if message.get("lmx_lab") == "stopping" else WebSocketDisconnect
+        error = ServerStopping if message.get("lmx_lab") == "stopping" else WebSocketDisconnect
         raise error(message.get("code", NORMAL))
     text: str | None = message.get("text")
     return text if text is not None else message["bytes"]
 
 
-async def _parse(text: str | bytes, limit_bytes: int) -> ChatRequest:
+async def parse(text: str | bytes, limit_bytes: int, validate: Callable[[Any], T]) -> T:
+    """Read a request from a message.
+
+    Raises:
+        InvalidRequestError: the message is not text, too long, or not a valid request.
+    """
     if isinstance(text, bytes):
         raise InvalidRequestError("the request is a binary message; send a text message")
     if len(text) > limit_bytes:
         raise InvalidRequestError(f"the message has {len(text)} characters, the limit is {limit_bytes}; send less")
     try:
-        request = await read_json(text, ChatRequest.model_validate)
+        return await read_json(text, validate)
     except ValidationError as exc:
         raise validation_error(exc) from exc
-    if request.choices > 1:
-        raise InvalidRequestError(
-            f"n is {request.n}, but a WebSocket carries one answer; leave n out, or use POST /v1/chat/completions",
-            param="n",
-        )
-    return request
 
 
 def _error(socket: WebSocket, exc: LabError) -> SocketError:
@@ -178,10 +207,15 @@ def _error(socket: WebSocket, exc: LabError) -> SocketError:
 
 
 async def _send(socket: WebSocket, message: BaseModel) -> None:
-    await _send_text(socket, message.model_dump_json())
+    await send_text(socket, message.model_dump_json())
 
 
-async def _send_text(socket: WebSocket, text: str) -> None:
+async def send_text(socket: WebSocket, text: str) -> None:
+    """Send a message.
+
+    Raises:
+        WebSocketDisconnect: the connection is being closed.
+    """
     try:
         await socket.send_text(escape_line_ends(text))
     except RuntimeError as exc:

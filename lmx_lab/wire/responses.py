@@ -340,6 +340,14 @@ class ResponsesRequest(LenientModel):
         yield from (f"include.{name}" for name in self.include or () if name != LOGPROBS)
 
 
+class ResponseCreate(ResponsesRequest):
+    """A message of a client over the WebSocket ``/v1/responses``."""
+
+    type: Literal["response.create"]
+    generate: Annotated[Any, Neutral("responses without an answer", (True,))] = None
+    background: Annotated[Any, Neutral("responses in the background over a WebSocket", (False,))] = None
+
+
 class CompactRequest(LenientModel):
     """The body of POST /v1/responses/compact."""
 

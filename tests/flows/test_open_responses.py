@@ -4,13 +4,21 @@ They follow version 2026-04-24 of the specification at https://www.openresponses
 engine reads images; the other cases of the suite pass.
 """
 
+import json
+from contextlib import ExitStack
+from itertools import groupby
+
+import openai
 import pytest
+from websockets.sync.client import connect
 
 from lmx_lab.server.responses.convert import convert_request, input_items
 from lmx_lab.server.translate import generation_request
 from lmx_lab.wire.responses import ResponsesRequest
-from tests.support.asking import error_of
+from tests.support.asking import ENDLESS_TEXT, error_of
 from tests.support.formats import named_events
+from tests.support.labs import manager_of, wait_until_idle
+from tests.support.waiting import until
 
 PATH = "/v1/responses"
 REQUIRED = {
@@ -22,6 +30,8 @@ REQUIRED = {
 }
 """The fields that a response must have."""
 NUMBERS = ("top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature")
+ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
+"""Types of the events at the end of an answer."""
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
 
@@ -188,3 +198,148 @@ def test_errors_of_a_compaction_name_the_field(http, fields, status, param):
 def test_the_model_of_a_compaction_is_required(http):
     answer = http.post(f"{PATH}/compact", json={"input": TALK})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+# The WebSocket
+
+
+@pytest.fixture
+def connected(lab):
+    """Return a function that opens a connection."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(connect(f"ws://127.0.0.1:{lab.server.port}{PATH}", proxy=None))
+
+
+def create(**fields):
+    return {"type": "response.create", "model": "echo", **fields}
+
+
+def events_of(client, request):
+    """Send a request, and return its events."""
+    client.send(request if isinstance(request, str) else json.dumps(request))
+    events = []
+    while not events or events[-1]["type"] not in ENDS:
+        events.append(json.loads(client.recv(timeout=60)))
+    return events
+
+
+def text_of(events):
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    return check(events[-1]["response"])["output"][0]["content"][0]["text"]
+
+
+def error_in(events):
+    (event,) = events
+    assert (event["type"], event["status"]) == ("error", 400)
+    return event["error"]["code"], event["error"]["param"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_websocket_receives_the_events_of_a_stream(http, connected, case):
+    events = events_of(connected(), create(**CASES[case]))
+    check(events[-1]["response"], "function_call" if case == "tool call" else "message")
+    streamed = http.post(PATH, json={"model": "echo", "stream": True, **CASES[case]}).text
+    # How many tokens are sent together differs.
+    both = (events, named_events(streamed))
+    ours, theirs = ([kind for kind, _ in groupby(event["type"] for event in each)] for each in both)
+    assert ours == theirs
+
+
+def test_a_websocket_answers_several_requests_in_their_order(connected):
+    client = connected()
+    for text in ("first", "second", "third"):
+        client.send(json.dumps(create(input=text, store=False)))
+    assert text_of(events_of(client, create(input="fourth"))) == "first"
+    for text in ("second", "third", "fourth"):
+        events = []
+        while not events or events[-1]["type"] != "response.completed":
+            events.append(json.loads(client.recv(timeout=60)))
+        assert text_of(events) == text
+
+
+def test_a_response_that_is_not_stored_is_continued_on_its_connection_only(http, connected):
+    client = connected()
+    first = events_of(client, create(input="The word is cobalt.", store=False))[-1]["response"]
+    second = events_of(client, create(input="And now?", store=False, previous_response_id=first["id"]))
+    assert text_of(second) == "And now?"
+    assert second[-1]["response"]["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    other = connected()
+    last = second[-1]["response"]["id"]
+    missing = events_of(other, create(input="And now?", store=False, previous_response_id=last))
+    assert error_in(missing) == ("previous_response_not_found", "previous_response_id")
+    assert text_of(events_of(other, create(input="again", store=False))) == "again"
+    assert http.get(f"{PATH}/{last}").status_code == 404
+    # Only the last response is kept.
+    missing = events_of(client, create(input="And now?", store=False, previous_response_id=first["id"]))
+    assert error_in(missing) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_a_stored_response_is_continued_over_http_and_on_other_connections(http, connected):
+    first = events_of(connected(), create(input="The word is cobalt."))[-1]["response"]
+    assert http.get(f"{PATH}/{first['id']}").json() == first
+    assert text_of(events_of(connected(), create(input="And now?", previous_response_id=first["id"]))) == "And now?"
+    body = {"model": "echo", "input": "And now?", "previous_response_id": first["id"]}
+    assert http.post(PATH, json=body).status_code == 200
+
+
+def test_a_request_that_fails_ends_the_chain_that_it_continues(connected):
+    client = connected()
+    first = events_of(client, create(input="The word is ember.", store=False))[-1]["response"]["id"]
+    output = {"type": "function_call_output", "call_id": "c1", "output": "no such call"}
+    failed = events_of(client, create(input=[output], store=False, previous_response_id=first))
+    assert error_in(failed) == ("invalid-request", "input.0.call_id")
+    again = events_of(client, create(input="And now?", store=False, previous_response_id=first))
+    assert error_in(again) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_a_compacted_conversation_is_continued_over_a_websocket(http, connected):
+    output = compact(http, input=TALK).json()["output"]
+    events = events_of(connected(), create(input=[*output, message("user", "Go on.")], store=False, tools=[]))
+    assert text_of(events).endswith("Go on.")
+
+
+def test_a_prompt_that_is_too_long_fails_as_in_other_streams(connected):
+    events = events_of(connected(), create(input="a " * 40_000))
+    assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert events[-1]["response"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ("no JSON", None),
+        ({"type": "response.cancel", "input": "a"}, "type"),
+        ({"input": "a"}, "type"),
+        (create(), "input"),
+        (create(input="a", background=True), "background"),
+        (create(input="a", generate=False), "generate"),
+        (create(input="a", temperature=3), "temperature"),
+    ],
+)
+def test_a_connection_remains_open_after_an_error(connected, request_, param):
+    client = connected()
+    assert error_in(events_of(client, request_)) == ("invalid-request", param)
+    assert text_of(events_of(client, create(input="hello"))) == "hello"
+
+
+def test_a_disconnect_ends_the_answer(lab, connected):
+    client = connected()
+    client.send(json.dumps(create(input=ENDLESS_TEXT)))
+    until(lambda: manager_of(lab).snapshot.active_requests == 1)
+    client.close()
+    wait_until_idle(lab)
+
+
+# openai-python uses websockets in a way that its latest version warns about.
+@pytest.mark.filterwarnings(r"ignore:connect\(\) must be used:DeprecationWarning")
+def test_openai_python_connects(lab):
+    with (
+        openai.OpenAI(base_url=f"{lab.url}/v1", api_key="anything") as client,
+        client.responses.connect() as connection,
+    ):
+        for text in ("one", "two"):
+            connection.response.create(model="echo", input=text, store=False)
+            for event in connection:
+                if event.type == "response.completed":
+                    break
+            assert event.response.output[0].content[0].text == text

@@ -56,6 +56,8 @@ RIGHT = ("Authorization", f"Bearer {KEY}")
         ("OPTIONS /v1/models", REFUSED, 403),
         ("GET /v1/chat/stream", [*HANDSHAKE, RIGHT], 101),
         ("GET /v1/chat/stream", HANDSHAKE, 401),
+        ("GET /v1/responses", [*HANDSHAKE, RIGHT], 101),
+        ("GET /v1/responses", HANDSHAKE, 401),
         ("GET /v1/chat/stream", [*WRONG_KEY, RIGHT], 400),
         ("GET /v1/chat/stream", [*WRONG_VERSION, RIGHT], 400),
         ("GET /nothing", [*HANDSHAKE, RIGHT], 403),

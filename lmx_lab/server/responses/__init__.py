@@ -1,5 +1,5 @@
 """The routes of OpenAI's Responses format."""
 
-from lmx_lab.server.responses.routes import responses_routes
+from lmx_lab.server.responses.socket import responses_routes
 
 __all__ = ["responses_routes"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -18,6 +18,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import WithJsonSchema
 from starlette.requests import HTTPConnection
 
+from lmx_lab.engine import GenerationRequest
 from lmx_lab.errors import ConflictError, ContextLengthError, InvalidRequestError, LabError, NotFoundError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import detail_for
@@ -26,10 +27,16 @@ from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.answers import AnswerRequest, Choices, answer_headers, ignored_header, respond
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
-from lmx_lab.server.responses.convert import NAMES, ConvertedRequest, convert_request, input_items, shared_fields
-from lmx_lab.server.responses.writer import PREFIXES, CompactionWriter, ResponseWriter
+from lmx_lab.server.responses.convert import (
+    NAMES,
+    ConvertedRequest,
+    compaction,
+    convert_request,
+    input_items,
+    shared_fields,
+)
+from lmx_lab.server.responses.writer import PREFIXES, ResponseWriter
 from lmx_lab.server.translate import generation_request
-from lmx_lab.wire.base import new_id
 from lmx_lab.wire.responses import (
     STORED_ITEMS,
     CompactedResponse,
@@ -44,8 +51,12 @@ from lmx_lab.wire.responses import (
     ResponseStatus,
 )
 
-SUMMARY_TOKENS = 2048
-"""Maximum number of tokens of a summary."""
+SUMMARY_OPTIONS: Mapping[str, Any] = {
+    "temperature": 0,
+    "max_output_tokens": 2048,
+    "reasoning": {"effort": "none"},
+    "store": False,
+}
 SUMMARIZE = (
     "Summarize this conversation for a model that will continue it and sees only your summary and the messages of the "
     "user. Include decisions, facts, names, results of tools, and what remains to be done. Send only the summary."
@@ -62,6 +73,10 @@ LINKS = {
 """Requests about a response that was created."""
 
 
+WriterFor = Callable[[str], ResponseWriter]
+"""Creates a writer. Its argument is the id of the model that answers, as the caller may see it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
     """A request that was converted."""
@@ -73,9 +88,8 @@ class _Prepared:
     """All items of the conversation, as JSON; None if the response is not stored."""
 
 
-def responses_routes(service: InferenceService) -> APIRouter:
-    """Return the router of ``/v1/responses``."""
-    store = ResponseStore()
+def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
+    """Return the router of ``/v1/responses`` without the WebSocket."""
     router = APIRouter(prefix="/v1/responses", tags=["inference"], route_class=StrictRoute, lifespan=store.lifespan)
 
     @router.post(
@@ -93,7 +107,8 @@ def responses_routes(service: InferenceService) -> APIRouter:
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the Responses format: completely, with `stream: true` as named events, or with
-        `background: true` immediately, before the answer is generated."""
+        `background: true` immediately, before the answer is generated. The same path accepts a WebSocket, whose client
+        sends such bodies with `"type": "response.create"`, and receives the data of the events as messages."""
         return await _respond(service, store, body, request)
 
     @router.post("/input_tokens", response_model=InputTokens, responses=INFERENCE_ERRORS)
@@ -112,9 +127,28 @@ def responses_routes(service: InferenceService) -> APIRouter:
         """Summarize a conversation with the model. The items of the answer replace the conversation in later requests,
         which are then shorter."""
         previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
-        with NAMES.in_errors():
-            wanted = await asyncio.to_thread(_prepare_compaction, body, previous)
-        return await respond(service, request, wanted)
+        items = await asyncio.to_thread(_conversation, body, previous)
+        if not items:
+            raise InvalidRequestError(
+                "input: has no message to summarize; send the conversation, or previous_response_id", param="input"
+            )
+        given = body.model_dump(include={"model", "instructions", "previous_response_id"})
+        task = MessageItem(role="user", content=SUMMARIZE)
+        fields = {**given, **SUMMARY_OPTIONS, "input": [*input_items(body), task]}
+        summary = ResponsesRequest.model_validate(fields)
+        response = await _respond(service, store, summary, request)
+        answer = ModelResponse.model_validate_json(bytes(response.body))
+        text = "".join(part["text"] for item in answer.output if item["type"] == "message" for part in item["content"])
+        kept = [item for item in items if isinstance(item, MessageItem) and item.role == "user"]
+        assert answer.usage is not None
+        compacted = CompactedResponse(
+            id=answer.id,
+            created_at=answer.created_at,
+            output=[*_shown(STORED_ITEMS.dump_json(kept, exclude_unset=True), answer.id), compaction(text)],
+            usage=answer.usage,
+        )
+        headers = ignored_header(body.unknown)
+        return Response(compacted.model_dump_json(), media_type="application/json", headers=headers)
 
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
     async def get_response(response_id: str, stream: NotStreamed = False) -> Response:
@@ -157,7 +191,7 @@ def _failures(*errors: type[LabError]) -> dict[int | str, dict[str, Any]]:
     return failures(*errors, InvalidRequestError, in_path=True)
 
 
-def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepared:
+def _prepare(body: ResponsesRequest, previous: StoredResponse | None, *, keep: bool) -> _Prepared:
     """Convert a request.
 
     Raises:
@@ -165,11 +199,10 @@ def _prepare(body: ResponsesRequest, previous: StoredResponse | None) -> _Prepar
     """
     items = _conversation(body, previous)
     earlier = len(items) - len(input_items(body))
-    is_stored = body.store is not False
     return _Prepared(
         request=convert_request(body, items, earlier=earlier),
         shared=shared_fields(body),
-        conversation=STORED_ITEMS.dump_json(items, exclude_unset=True) if is_stored else None,
+        conversation=STORED_ITEMS.dump_json(items, exclude_unset=True) if keep else None,
     )
 
 
@@ -181,48 +214,29 @@ def _conversation(body: ResponsesRequest | CompactRequest, previous: StoredRespo
     return [*STORED_ITEMS.validate_json(previous.conversation), *output, *input_items(body)]
 
 
-def _prepare_compaction(body: CompactRequest, previous: StoredResponse | None) -> AnswerRequest:
-    """Convert a request for a summary.
+# Answers
+
+
+async def answer_request(
+    body: ResponsesRequest, previous: StoredResponse | None, store: ResponseStore | None
+) -> tuple[GenerationRequest, WriterFor]:
+    """Return the engine's request, and the function that creates its writer for a model.
+
+    Args:
+        store: Receives the response; None does not store it.
 
     Raises:
         InvalidRequestError: see ``convert_request``.
     """
-    items = _conversation(body, previous)
-    if not items:
-        raise InvalidRequestError(
-            "input: has no message to summarize; send the conversation, or previous_response_id", param="input"
-        )
-    task = MessageItem(role="user", content=SUMMARIZE)
-    options = {"temperature": 0, "max_output_tokens": SUMMARY_TOKENS, "reasoning": {"effort": "none"}}
-    fields = {"model": body.model, "instructions": body.instructions, "input": [], **options}
-    earlier = len(items) - len(input_items(body))
-    request = convert_request(ResponsesRequest.model_validate(fields), [*items, task], earlier=earlier)
-    kept = [item for item in items if isinstance(item, MessageItem) and item.role == "user"]
-    shown = shown_items(json.loads(STORED_ITEMS.dump_json(kept, exclude_unset=True)), new_id("cmp"))
-    return AnswerRequest(
-        prompts=[generation_request(request.chat)],
-        writer=lambda model, _: CompactionWriter(request, model=model, kept=shown),
-        ignored=body.unknown,
-        names=NAMES,
-    )
-
-
-# Answers
-
-
-async def _respond(
-    service: InferenceService, store: ResponseStore, body: ResponsesRequest, request: Request
-) -> Response:
-    previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
     with NAMES.in_errors():
-        prepared = await asyncio.to_thread(_prepare, body, previous)
+        prepared = await asyncio.to_thread(_prepare, body, previous, keep=store is not None)
         prompt = generation_request(prepared.request.chat)
     in_background = bool(body.background) and not body.stream
 
     def save(writer: ResponseWriter, text: str) -> None:
         """Store a response in its current state, unless it was not to be stored, or was deleted meanwhile."""
         is_new = writer.status == "in_progress" or not in_background
-        if prepared.conversation is not None and (is_new or writer.id in store):
+        if store is not None and prepared.conversation is not None and (is_new or writer.id in store):
             store.put(
                 StoredResponse(
                     id=writer.id,
@@ -233,24 +247,31 @@ async def _respond(
                 )
             )
 
+    return prompt, lambda model: ResponseWriter(prepared.shared, prepared.request, model=model, save=save)
+
+
+async def _respond(
+    service: InferenceService, store: ResponseStore, body: ResponsesRequest, request: Request
+) -> Response:
+    previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
+    prompt, writer_for = await answer_request(body, previous, store if body.store is not False else None)
     wanted = AnswerRequest(
         prompts=[prompt],
-        writer=lambda model, _: ResponseWriter(prepared.shared, prepared.request, model=model, save=save),
+        writer=lambda model, _: writer_for(model),
         stream=bool(body.stream),
         ignored=body.ignored(),
         names=NAMES,
         # Codex CLI shortens its conversation only if a stream reports this error.
         streamed_errors=(ContextLengthError,),
     )
-    if not in_background:
+    if not body.background:
         return await respond(service, request, wanted)
     caller = service.caller_of(request)
     choices = Choices(service, [replace(prompt, caller=caller)])
     with NAMES.in_errors():
         await while_connected(request, choices.start())
-    writer = ResponseWriter(prepared.shared, prepared.request, model=choices.model, save=save)
-    created = writer.body()
-    save(writer, created)
+    writer = writer_for(choices.model)
+    created = writer.save()
     store.start(writer.id, _in_background(choices, writer, HTTPConnection(request.scope)))
     return Response(created, media_type="application/json", headers=answer_headers(service, caller, wanted))
 
@@ -273,7 +294,7 @@ def _page(response: StoredResponse, limit: int, order: Literal["asc", "desc"], a
     Raises:
         InvalidRequestError: there is no item with the id ``after``.
     """
-    items = shown_items(json.loads(response.conversation), response.id)
+    items = _shown(response.conversation, response.id)
     if order == "desc":
         items.reverse()
     start = 0
@@ -293,14 +314,14 @@ def _page(response: StoredResponse, limit: int, order: Literal["asc", "desc"], a
     )
 
 
-def shown_items(items: Sequence[Mapping[str, Any]], response_id: str) -> list[dict[str, Any]]:
+def _shown(items: bytes, response_id: str) -> list[dict[str, Any]]:
     """Return items as an answer contains them: each has an id and, if it is a message, its content as a list."""
     found = []
-    for number, item in enumerate(items):
+    for number, item in enumerate(json.loads(items)):
         kind = item.get("type", "message")
         shown = {"type": kind, **item}
         if not isinstance(item.get("id"), str):
-            shown["id"] = f"{PREFIXES.get(kind, 'item')}_{response_id.partition('_')[2]}_{number}"
+            shown["id"] = f"{PREFIXES.get(kind, 'item')}_{response_id.removeprefix('resp_')}_{number}"
         if kind == "message":
             part = "output_text" if item["role"] == "assistant" else "input_text"
             if isinstance(item["content"], str):

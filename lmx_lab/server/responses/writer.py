@@ -14,19 +14,12 @@ from pydantic_core import to_json
 
 from lmx_lab.errors import CallerError, ContextLengthError, LabError, QueueFullError
 from lmx_lab.http.streaming import comment, named_event
-from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, compaction, custom_input
+from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, custom_input
 from lmx_lab.server.translate import chat_logprobs
 from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.responses import (
-    CompactedResponse,
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseError,
-    ResponseStatus,
-    ResponseUsage,
-)
+from lmx_lab.wire.responses import InputTokensDetails, OutputTokensDetails, ResponseError, ResponseStatus, ResponseUsage
 
 ItemKind = Literal["reasoning", "message", "function_call", "custom_tool_call"]
 PREFIXES: Mapping[ItemKind, str] = {
@@ -226,21 +219,23 @@ class ResponseWriter:
         # The state of this object is used, and not the events.
         for _ in (*self.delta(0, delta), *self.end(0, report)):
             pass
-        body = self.body()
-        self._save(self, body)
-        return body
+        return self.save()
 
     def cancel(self) -> None:
         """End a response that was cancelled."""
         self.status = "cancelled"
         self._abandon_item()
-        self._save(self, self.body())
+        self.save()
+
+    def save(self) -> str:
+        """Save the response in its current state, and return its body."""
+        body = self.body()
+        self._save(self, body)
+        return body
 
     def _last(self) -> str:
         """Save the response, and return the last event, which contains it."""
-        body = self.body()
-        self._save(self, body)
-        return self._response(f"response.{self.status}", body)
+        return self._response(f"response.{self.status}", self.save())
 
     def _begin(self, kind: ItemKind, fields: Mapping[str, Any] | None = None) -> Iterator[str]:
         """Begin an item, unless text or reasoning of this type is open."""
@@ -311,28 +306,6 @@ class ResponseWriter:
     def _number(self) -> int:
         self._events += 1
         return self._events - 1
-
-
-class CompactionWriter(ResponseWriter):
-    """Writes the answer of POST /v1/responses/compact from a generated summary.
-
-    Args:
-        kept: The items before the summary.
-    """
-
-    def __init__(self, request: ConvertedRequest, *, model: str, kept: Sequence[Mapping[str, Any]]) -> None:
-        super().__init__({}, request, model=model)
-        self._kept = kept
-
-    def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
-        [[(delta, report)]] = parts
-        answer = CompactedResponse(
-            id=self.id,
-            created_at=self._created,
-            output=[*self._kept, compaction(delta.text)],
-            usage=_usage(report),
-        )
-        return answer.model_dump_json()
 
 
 def _call_fields(tool: CallableTool, call_id: str) -> dict[str, Any]:
