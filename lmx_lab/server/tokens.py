@@ -1,4 +1,6 @@
-"""Routes for tokens and the loaded model, as in llama.cpp's server; ``/tokenize`` also accepts vLLM's bodies."""
+"""Routes for tokens and the loaded model, as in llama.cpp's server; ``/tokenize`` also accepts vLLM's bodies, and
+``/tokenizer_info`` is a route of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from lmx_lab.server.answers import ignored_header
 from lmx_lab.server.health import problem
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.translate import generation_request, requested_model
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.outputs import token_text
 from lmx_lab.weights.files import in_thread
-from lmx_lab.weights.tokenizer_files import main_template
+from lmx_lab.weights.tokenizer_files import main_template, special_tokens
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.tokens import (
@@ -35,6 +39,7 @@ from lmx_lab.wire.tokens import (
     TemplateRequest,
     TokenizeAnswer,
     TokenizeRequest,
+    TokenizerInfo,
 )
 
 CHAT_FIELDS = (
@@ -47,7 +52,7 @@ NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
 def token_routes(manager: ModelManager) -> APIRouter:
-    """Return the router of ``/tokenize``, ``/detokenize``, ``/apply-template``, ``/slots`` and ``/props``."""
+    """Return the router of the routes for tokens and the loaded model."""
     router = APIRouter(tags=["inference"], route_class=StrictRoute)
 
     @router.post("/tokenize", response_model=TokenizeAnswer, responses=INFERENCE_ERRORS)
@@ -96,6 +101,13 @@ def token_routes(manager: ModelManager) -> APIRouter:
         text = await while_connected(request, rendering)
         return Response(to_json({"prompt": text}), media_type="application/json")
 
+    @router.get("/tokenizer_info", responses=failures(NotLoadedError))
+    async def tokenizer_info() -> TokenizerInfo:
+        """Describe the tokenizer of the loaded model, for programs that tokenize with this server."""
+        now, entry = _loaded(manager)
+        template, special = await in_thread(lambda: (main_template(entry), special_tokens(entry)))
+        return TokenizerInfo(chat_template=template, model_max_length=now.context_length, **special)
+
     @router.get("/slots")
     async def slots() -> list[Slot]:
         """Describe the slots of the loaded model: how many exist, and how many compute an answer."""
@@ -106,11 +118,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
     @router.get("/props", responses=failures(NotLoadedError))
     async def props(request: Request) -> Props:
         """Describe the loaded model."""
-        now = manager.snapshot
-        if (error := problem(now, settings=manager.settings, alive=manager.alive)) is not None:
-            raise error
-        entry, local = now.entry, is_local(request.scope)
-        assert entry is not None
+        (now, entry), local = _loaded(manager), is_local(request.scope)
         name = public_id(entry.id, local=local)
         defaults = {NAMES.get(key, key): value for key, value in asdict(Sampling()).items()}
         return Props(
@@ -124,6 +132,19 @@ def token_routes(manager: ModelManager) -> APIRouter:
         )
 
     return router
+
+
+def _loaded(manager: ModelManager) -> tuple[EngineSnapshot, ModelEntry]:
+    """Return the state of the engine, and the loaded model.
+
+    Raises:
+        NotLoadedError: there is none.
+    """
+    now = manager.snapshot
+    if (error := problem(now, settings=manager.settings, alive=manager.alive)) is not None:
+        raise error
+    assert now.entry is not None
+    return now, now.entry
 
 
 def _piece(data: bytes) -> str | list[int]:

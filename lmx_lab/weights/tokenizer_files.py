@@ -24,6 +24,8 @@ NAMES = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
 )
 """Names of the tokens that precede the text before the gap, the text after it, and the text in the gap."""
+SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+"""Names of special tokens in ``tokenizer_config.json``, and in GGUF files."""
 END_NAMES = (
     *("<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<EOT>", "▁<EOT>"),
     *("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|repo_name|>", "<repo_name>"),
@@ -49,6 +51,24 @@ def main_template(entry: ModelEntry) -> str:
         return next(iter(chat_templates(entry)), "")
     except UnusableModelError:
         return ""
+
+
+def special_tokens(entry: ModelEntry) -> dict[str, str]:
+    """Return the texts of a model's special tokens, by their names in ``tokenizer_config.json``; empty if its files
+    cannot be read.
+    """
+    try:
+        if entry.format == "gguf":
+            header = read_header(entry.path, arrays=True)
+            tokens = header.items("tokenizer.ggml.tokens")
+            ids = {name: header.integer(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL_TOKENS.items()}
+            return {name: str(tokens[at]) for name, at in ids.items() if at is not None and at < len(tokens)}
+        config = read_json(entry.path / "tokenizer_config.json")
+    except UnusableModelError:
+        return {}
+    given = {name: config.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: each.get("content") if isinstance(each, dict) else each for name, each in given.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def folder_templates(folder: Path) -> Iterator[str]:

@@ -116,6 +116,19 @@ class TemplateAnswer(BaseModel):
     prompt: str
 
 
+class TokenizerInfo(BaseModel):
+    """The answer of GET /tokenizer_info: the tokenizer of the loaded model, as in ``tokenizer_config.json``."""
+
+    tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str
+    model_max_length: int | None
+    """Maximum number of tokens of a request, prompt and answer."""
+
+
 class GenerationSettings(BaseModel):
     """Defaults of a request."""
 

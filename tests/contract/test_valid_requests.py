@@ -48,6 +48,7 @@ def _loaded(lab):
         ("POST", "/v1/responses", {"model": "echo", "input": HELLO, "tools": [{"type": "web_search"}], "stream": True}),
         ("GET", "/health", None),
         ("GET", "/props", None),
+        ("GET", "/tokenizer_info", None),
         ("POST", "/tokenize", {"content": "the sea", "with_pieces": True}),
         ("POST", "/tokenize", {"messages": HELLO, "return_token_strs": True}),
         ("POST", "/detokenize", {"tokens": [300, 301]}),

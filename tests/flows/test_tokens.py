@@ -90,12 +90,18 @@ def test_the_loaded_model_is_described(http):
     assert http.get("/health").json() == {"status": "ok"}
 
 
+def test_the_tokenizer_of_a_model_without_files_is_described(http):
+    info = http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["model_max_length"]) == (None, 32768)
+
+
 def test_health_needs_no_key_and_says_that_no_model_is_loaded(echo_home):
     with serving(echo_home, None, api_key="secret") as lab, httpx2.Client(base_url=lab.url) as http:
         error_of(http.get("/health"), 503, "no-model-loaded")
         assert http.get("/props").status_code == 401
         keyed = {"authorization": "Bearer secret"}
         error_of(http.get("/props", headers=keyed), 503, "no-model-loaded")
+        error_of(http.get("/tokenizer_info", headers=keyed), 503, "no-model-loaded")
 
 
 @pytest.mark.slow
@@ -107,6 +113,10 @@ def test_the_tokens_of_a_real_tokenizer_are_those_of_a_chat(tiny_lab):
         assert answer(http, "/tokenize", {"content": text})["tokens"] == tokens
         assert answer(http, "/detokenize", {"tokens": tokens})["content"] == text
         assert http.get("/props").json()["chat_template"]
+        described = http.get("/tokenizer_info").json()
+        assert described["chat_template"] == http.get("/props").json()["chat_template"]
+        end = {"prompt": described["eos_token"], "add_special_tokens": False}
+        assert len(answer(http, "/tokenize", end)["tokens"]) == 1
         info = http.post("/api/show", json={"model": "tiny"}).json()
         assert "insert" not in info["capabilities"]
         refused = http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "suffix": "b"})

@@ -8,7 +8,8 @@ import pytest
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ECHO
 from lmx_lab.weights.facts import read_gguf
-from lmx_lab.weights.tokenizer_files import NAMES, InfillTokens, can_infill, find_infill_tokens
+from lmx_lab.weights.tokenizer_files import NAMES, InfillTokens, can_infill, find_infill_tokens, special_tokens
+from tests.support.engines import entry_of
 from tests.support.gguf import gguf_bytes, random_tensor
 
 VOCABULARY = {"tokenizer.ggml.model": "bert"}
@@ -230,3 +231,21 @@ def test_a_folder_is_searched_without_parsing_its_tokenizer(tmp_path):
             assert can_infill(entry)
         file.write_text(json.dumps({"added_tokens": tokens[:2]}), encoding="utf-8")
         assert not can_infill(entry)
+
+
+def test_special_tokens_are_read_from_both_formats(tiny, tiny_gguf):
+    tokens = special_tokens(tiny)
+    assert tokens["eos_token"] == "<|im_end|>"
+    gguf = special_tokens(entry_of(tiny_gguf, "tiny"))
+    assert {name: gguf[name] for name in ("bos_token", "eos_token")} == {
+        name: tokens[name] for name in ("bos_token", "eos_token")
+    }
+    assert special_tokens(ECHO) == {}
+
+
+def test_special_tokens_may_be_objects_and_files_may_be_damaged(tiny, tmp_path):
+    entry = replace(tiny, path=tmp_path)
+    put(tmp_path / "tokenizer_config.json", b'{"eos_token": {"content": "</s>"}, "bos_token": null, "pad_token": 5}')
+    assert special_tokens(entry) == {"eos_token": "</s>"}
+    put(tmp_path / "tokenizer_config.json", b"{")
+    assert special_tokens(entry) == {}
