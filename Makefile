@@ -9,7 +9,7 @@
 # panels       build the JavaScript of the panels
 # gallery      run all notebooks and render them as pages in build/gallery
 # clients      test other projects' clients against a running server, in a separate environment
-# harnesses    run lm-evaluation-harness and Inspect against both engines, and copy evaluations to MLflow and W&B, in a separate environment
+# harnesses    run lm-evaluation-harness, Inspect and llama-benchy against both engines, and copy evaluations to MLflow and W&B, in a separate environment
 # binder       run Binder's build steps, and its notebooks with 2 GB of memory below a JupyterHub path
 # package      install the wheel in an empty environment, without and with extras: doctor, serve and a chat
 # bench        measure the speed limits, store the results in build/bench; BENCH="--model tiny --quick" for a quick run
@@ -159,7 +159,7 @@ $(HARNESSES_STAMP): pyproject.toml $(CONSTRAINTS)/harnesses.txt
 	@$(HARNESSES)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(HARNESSES)
 	$(PIP_ENV) $(HARNESSES)/bin/python -m pip install --quiet --only-binary :all: \
 	  --no-binary rouge-score,sqlitedict,word2number -c $(CONSTRAINTS)/harnesses.txt \
-	  $(PIP_WITH_GROUPS) hatchling editables setuptools 'lm-eval[api]' transformers inspect-ai openai mlflow-skinny wandb
+	  $(PIP_WITH_GROUPS) hatchling editables setuptools 'lm-eval[api]' transformers inspect-ai openai mlflow-skinny wandb llama-benchy
 	$(PIP_ENV) $(HARNESSES)/bin/python -m pip install --quiet --only-binary :all: --no-build-isolation -c $(CONSTRAINTS)/harnesses.txt --editable . --group dev
 	touch $(HARNESSES_STAMP)
 

@@ -148,7 +148,6 @@ class Hints(RequestModel):
     cache_salt: Hint = None
     guided_decoding_backend: Hint = None
     return_tokens_as_token_ids: Hint = None
-    return_token_ids: Hint = None
 
     # Programs that load models themselves: Ollama and LM Studio.
     keep_alive: Hint = None

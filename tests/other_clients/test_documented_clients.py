@@ -175,7 +175,12 @@ def test_the_table_has_the_tested_versions_of_agents():
 
 
 def test_the_table_has_the_versions_that_are_tested():
-    packages = {"clients": r"[\w.-]+", "all": "openai", "aider": "aider-chat", "harnesses": "lm-eval|inspect-ai"}
+    packages = {
+        "clients": r"[\w.-]+",
+        "all": "openai",
+        "aider": "aider-chat",
+        "harnesses": "lm-eval|inspect-ai|llama-benchy",
+    }
     tested = {}
     for name, pattern in packages.items():
         text = (ROOT / "tools" / "constraints" / f"{name}.txt").read_text()

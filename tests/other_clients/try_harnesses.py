@@ -35,14 +35,14 @@ def main(environment: Path) -> int:
     failed = 0
     for engine, model in {"mlx": entry.path, "llama.cpp": starter_gguf(home)}.items():
         with serving(home, "--model", str(model), "--engine", engine, "--port", "0") as server:
-            for check in (_try_harness, _try_inspect):
+            for check in CHECKS:
                 try:
                     problem = check(server, environment.absolute() / "bin", entry.path)
                 except AssertionError as exc:
                     problem = str(exc)
                 print(f"\n--- {check.__name__} on {engine}: {problem or 'works'}", flush=True)
                 failed += bool(problem)
-    print(f"{4 - failed} passed, {failed} failed")
+    print(f"{2 * len(CHECKS) - failed} passed, {failed} failed")
     return int(failed > 0)
 
 
@@ -55,7 +55,8 @@ def _try_harness(server: Serving, programs: Path, model: Path) -> str:
         rows = [json.loads(line) for line in (folder / "capitals.jsonl").read_text().splitlines()]
         (samples,) = folder.rglob("samples_capitals_*.jsonl")
         theirs = [json.loads(line) for line in samples.read_text().splitlines()]
-    (accuracy,) = re.findall(r"\|acc +\|\S+ +\| +([\d.]+)", output)
+    # The same with the tokenizer of the folder and on the server.
+    (accuracy,) = set(re.findall(r"\|acc +\|\S+ +\| +([\d.]+)", output))
     with lmx_lab.attach(f"http://127.0.0.1:{server.port}") as lab:
         spaced = [{**row, "options": [f" {option}" for option in row["options"]]} for row in rows]
         metric = Choice("options", chat_template=False)
@@ -82,6 +83,17 @@ def _try_inspect(server: Serving, programs: Path, model: Path) -> str:
         addresses = {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}
         output = run_section("Inspect", addresses, Path(name), programs=programs)
     return "" if re.search(r"^success [01](\.\d+)?$", output, re.MULTILINE) else f"it printed {output!r:.500}"
+
+
+def _try_benchy(server: Serving, programs: Path, model: Path) -> str:
+    with tempfile.TemporaryDirectory(prefix="lmx-lab-benchy-") as name:
+        addresses = {"127.0.0.1:8400": f"127.0.0.1:{server.port}", MODEL_FOLDER: str(model)}
+        output = run_section("llama-benchy", addresses, Path(name), programs=programs)
+    speeds = re.findall(r"\| +(pp128|tg16) +\| +([\d.]+) ±", output)
+    return "" if [test for test, _ in speeds] == ["pp128", "tg16"] else f"it printed {output!r:.500}"
+
+
+CHECKS = (_try_harness, _try_inspect, _try_benchy)
 
 
 if __name__ == "__main__":

@@ -115,9 +115,9 @@ def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
         """Count the tokens of a conversation, with its tools, as the model reads them."""
         previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
+        prompt, _ = await answer_request(body, previous, None)
         with NAMES.in_errors():
-            prepared = await asyncio.to_thread(_prepare, body, previous, keep=False)
-            wanted = replace(generation_request(prepared.request.chat), caller=service.caller_of(request))
+            wanted = replace(prompt, caller=service.caller_of(request))
             count = InputTokens(input_tokens=len(await while_connected(request, service.manager.encode(wanted))))
         headers = ignored_header(body.ignored())
         return Response(count.model_dump_json(), media_type="application/json", headers=headers)
