@@ -38,7 +38,6 @@ from tests.support.engines import (
     pin,
     request,
     run,
-    text_of,
     until_idle,
     until_written,
 )
@@ -190,6 +189,10 @@ async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf, tmp_
         assert "think>" not in result.reasoning + result.text
         endless = await finish_answer(await manager.submit(replace(chat(), max_tokens=9, ignore_eos=True)))
         assert (endless.text, endless.report.reasoning_tokens) == ("", 9)
+
+
+async def text_of(manager, tokens):
+    return await manager.with_model(chat(), lambda model: model.decode(tokens))
 
 
 async def test_for_a_template_without_system_messages_the_user_message_contains_them(tiny_gguf, tmp_path):
