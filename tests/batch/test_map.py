@@ -169,12 +169,13 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab):
     assert typed["far"].tolist() == [True, pd.NA, pd.NA]
     assert [str(typed[name].dtype) for name in optional] == ["Int64", "boolean", "Int64", "object"]
 
-    huge = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    days = {"type": "integer", "maximum": 10**20}
+    huge = {"type": "object", "properties": {"days": days}, "required": ["days"]}
     large = lab.map([f'{{"days":{10**20}}}', '{"days":7}'], "{text}", schema=huge)
     assert large["days"].tolist() == [pd.NA, 7]
     assert "64-bit" in large["error"][0]
-    number = {"type": "object", "properties": {"days": {"type": "number"}}, "required": ["days"]}
-    assert "too large" in lab.map([f'{{"days":{10**400}}}'], "{text}", schema=number)["error"][0]
+    number = {**huge, "properties": {"days": {"type": "number", "maximum": 10**390}}}
+    assert "too large" in lab.map([f'{{"days":{10**390}}}'], "{text}", schema=number)["error"][0]
     assert lab.map(["[1,2]"], "{text}", schema={"type": "array", "items": {"type": "integer"}})["value"][0] == [1, 2]
     assert "max_tokens" in lab.map([row], "{text}", schema=TRIP, max_tokens=3)["error"][0]
 
