@@ -166,7 +166,9 @@ def test_a_strict_schema_is_enforced_as_a_whole_or_refused(name, http):
 @pytest.mark.parametrize("form", [form for form in FORMATS if form.name in ("chat", "completions")])
 def test_the_ids_of_all_tokens_are_returned_if_requested(form, lab, http):
     request = Request(extra={"return_token_ids": True})
-    whole = form.post(http, request).json()
+    response = form.post(http, request)
+    assert "x-lmx-ignored" not in response.headers
+    whole = response.json()
     [choice], prompt = whole["choices"], list(lab.requests[-1].prompt)
     assert choice.get("prompt_token_ids", whole.get("prompt_token_ids")) == prompt
     text = http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["content"]
