@@ -202,7 +202,7 @@ async def test_for_a_template_without_system_messages_the_user_message_contains_
         for tools in (None, ALL):
             tool_request = replace(chat(), prompt=ChatPrompt(messages=messages, tools=tools), max_tokens=1)
             async with await manager.submit(tool_request) as stream:
-                shown = await text_of(manager, stream.prompt)
+                shown = await manager.with_model(request(), lambda model: model.decode(stream.prompt))
             assert "Be brief." in shown
             assert ("look" in shown) is (tools is not None)
 
@@ -216,7 +216,9 @@ async def test_a_file_may_have_a_template_for_chats_with_tools_and_a_token_that_
     }
     async with ModelManager(LLAMA_SETTINGS) as manager:
         await load_entry(manager, entry_of(with_values(tiny_gguf, tmp_path / "tiny.gguf", changes)))
-        texts = [await text_of(manager, await manager.encode(chat(tools=tools))) for tools in (None, ALL)]
+        prompts = [await manager.encode(chat(tools=tools)) for tools in (None, ALL)]
+        decode = [lambda model, prompt=prompt: model.decode(prompt) for prompt in prompts]
+        texts = [await manager.with_model(request(), each) for each in decode]
     # Whether or not the template writes the token.
     assert texts == ["<|im_start|>Where?", "<|im_start|>Where? with look"]
 
