@@ -219,6 +219,8 @@ class OllamaFunction(LenientModel):
 class OllamaTool(LenientModel):
     """A tool."""
 
+    type: Any = None
+    """Ignored: every tool is a function."""
     function: OllamaFunction
 
 
