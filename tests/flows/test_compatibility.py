@@ -69,7 +69,7 @@ def test_a_format_has_the_names_of_llama_cpp(http, path):
 
 
 ONE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-CHOICES = ["no (not yet)", '50% & more #1\nor "less"', "größer als 1"]
+CHOICES = ["no (not yet)", '50% & more #1\nor "less"', "größer: ja"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

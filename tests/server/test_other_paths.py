@@ -57,7 +57,7 @@ def test_a_websocket_is_found_at_another_path(lab):
     ("path", "suggestion"),
     [
         ("/v1/chat/completion", "; did you mean '/v1/chat/completions'?"),
-        ("/v1/modles", "; did you mean '/v1/models'?"),
+        ("/v1/modelz", "; did you mean '/v1/models'?"),
         ("/v1", ""),
         ("/v1/", ""),
     ],
