@@ -135,7 +135,7 @@ $(CLIENTS_STAMP): $(CONSTRAINTS)/clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
 	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c $(CONSTRAINTS)/clients.txt \
 	  anthropic ollama langchain-openai langchain-anthropic langchain-ollama langchain-tests llama-index-llms-openai-like \
-	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor
+	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor smolagents
 	touch $(CLIENTS_STAMP)
 
 # aider requires older versions of packages that the other clients use.

@@ -56,8 +56,11 @@ def run_section(
     program = "\n".join(block.text for block in blocks if block.language == "python")
     commands = [["bash", "-euc", block.text] for block in blocks if block.language == "bash"]
     output = ""
-    for command in [*commands, *([["python", "-c", program]] if program else [])]:
-        for old, new in addresses.items():
-            command[-1] = command[-1].replace(old, new)
+    for old, new in addresses.items():
+        program = program.replace(old, new)
+        commands = [[*command[:-1], command[-1].replace(old, new)] for command in commands]
+    # A file, because some clients read the source of functions.
+    (folder / "program.py").write_text(program, encoding="utf-8")
+    for command in [*commands, *([["python", "program.py"]] if program else [])]:
         output += run_command([*prefix, *command], folder, environ, limit_s=LIMIT_S)
     return output

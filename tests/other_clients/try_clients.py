@@ -34,7 +34,17 @@ EXPECTED: Mapping[str, tuple[str, Sequence[str]]] = {
     "DSPy": ("dspy", ("Paris", "city=")),
     "pydantic-ai": ("pydantic-ai-slim", ("Paris", "City(name='")),
     "llm": ("llm", ("Paris", '"inhabitants"')),
-    "LiteLLM": ("litellm", ("Paris", "2 vectors of 384 numbers", "infinity Sea water is salty.")),
+    "LiteLLM": (
+        "litellm",
+        (
+            "Paris",
+            "2 vectors of 384 numbers",
+            "from ollama_chat City(name='",
+            "anthropic called describe",
+            "infinity Sea water is salty.",
+        ),
+    ),
+    "smolagents": ("smolagents", ("Paris", "City(name='", "['population', 'population']")),
     "instructor": ("instructor", ("JSON_SCHEMA City(name='", "TOOLS City(name='")),
 }
 """The package of each section's client, and texts that the output must contain."""
