@@ -12,7 +12,7 @@ from tests.support.docs import CURLRC, DOCS, Block, code_blocks, run_command
 
 PAGE = DOCS / "clients.md"
 SERVE = "lmx-lab serve "
-INSTALL = "pip install "
+INSTALL = ("pip install ", "npm install ")
 LIMIT_S = 600.0
 """Time limit of the code of a section: importing some clients and their answers takes a minute on two busy cores."""
 WEB_SITE = "python3 -m http.server "
@@ -52,7 +52,7 @@ def run_section(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LMX_LAB_", "OPENAI_"))}
     path = os.pathsep.join([*([str(programs)] if programs else []), inherited["PATH"]])
     environ = {**inherited, "HOME": str(folder), "PATH": path, "LLM_USER_PATH": str(folder), "PYTHONUNBUFFERED": "1"}
-    blocks = [block for block in section(title) if not block.text.startswith((SERVE, INSTALL, WEB_SITE))]
+    blocks = [block for block in section(title) if not block.text.startswith((SERVE, *INSTALL, WEB_SITE))]
     program = "\n".join(block.text for block in blocks if block.language == "python")
     commands = [["bash", "-euc", block.text] for block in blocks if block.language == "bash"]
     output = ""
