@@ -127,15 +127,15 @@ gallery: setup
 
 # RECORD=folder stores the requests of the clients, as the files in tests/client_requests.
 clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
-	RECORD=$(RECORD) $(BIN)/python -m tests.other_clients.try_clients $(CLIENTS) $(AIDER)
+	RECORD=$(RECORD) $(BIN)/python -m tests.other_clients.try_clients $(CLIENTS) $(AIDER) $$(test -f $(AGENTS_STAMP) && echo $(AGENTS))
 	@if [ -f $(AGENTS_STAMP) ]; then $(BIN)/python -m tests.other_clients.try_agents $(AGENTS); \
-	  else echo "Codex CLI and Claude Code are not run, because npm is not installed"; fi
+	  else echo "Codex CLI, Claude Code and the AI SDK are not run, because npm is not installed"; fi
 
 $(CLIENTS_STAMP): $(CONSTRAINTS)/clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
 	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c $(CONSTRAINTS)/clients.txt \
 	  anthropic ollama langchain-openai langchain-anthropic langchain-ollama langchain-tests llama-index-llms-openai-like \
-	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor
+	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor smolagents
 	touch $(CLIENTS_STAMP)
 
 # aider requires older versions of packages that the other clients use.
@@ -147,8 +147,7 @@ $(AIDER_STAMP): $(CONSTRAINTS)/aider.txt
 $(AGENTS_STAMP): tests/other_clients/agents.json
 	mkdir -p $(AGENTS)
 	cp tests/other_clients/agents.json $(AGENTS)/package.json
-	npm install --no-audit --no-fund --silent --prefix $(AGENTS)
-	touch $(AGENTS_STAMP)
+	if command -v npm; then npm install --no-audit --no-fund --silent --prefix $(AGENTS) && touch $(AGENTS_STAMP); fi
 
 harnesses: setup $(HARNESSES_STAMP)
 	$(BIN)/python -m tests.other_clients.try_harnesses $(HARNESSES)

@@ -12,7 +12,7 @@ from tests.support.docs import CURLRC, DOCS, Block, code_blocks, run_command
 
 PAGE = DOCS / "clients.md"
 SERVE = "lmx-lab serve "
-INSTALL = "pip install "
+INSTALL = ("pip install ", "npm install ")
 LIMIT_S = 600.0
 """Time limit of the code of a section: importing some clients and their answers takes a minute on two busy cores."""
 WEB_SITE = "python3 -m http.server "
@@ -52,12 +52,15 @@ def run_section(
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LMX_LAB_", "OPENAI_"))}
     path = os.pathsep.join([*([str(programs)] if programs else []), inherited["PATH"]])
     environ = {**inherited, "HOME": str(folder), "PATH": path, "LLM_USER_PATH": str(folder), "PYTHONUNBUFFERED": "1"}
-    blocks = [block for block in section(title) if not block.text.startswith((SERVE, INSTALL, WEB_SITE))]
+    blocks = [block for block in section(title) if not block.text.startswith((SERVE, *INSTALL, WEB_SITE))]
     program = "\n".join(block.text for block in blocks if block.language == "python")
     commands = [["bash", "-euc", block.text] for block in blocks if block.language == "bash"]
     output = ""
-    for command in [*commands, *([["python", "-c", program]] if program else [])]:
-        for old, new in addresses.items():
-            command[-1] = command[-1].replace(old, new)
+    for old, new in addresses.items():
+        program = program.replace(old, new)
+        commands = [[*command[:-1], command[-1].replace(old, new)] for command in commands]
+    # A file, because some clients read the source of functions.
+    (folder / "program.py").write_text(program, encoding="utf-8")
+    for command in [*commands, *([["python", "program.py"]] if program else [])]:
         output += run_command([*prefix, *command], folder, environ, limit_s=LIMIT_S)
     return output

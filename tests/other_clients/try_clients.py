@@ -1,9 +1,10 @@
 """Run the code of ``docs/clients.md`` for clients that have an environment of their own: ``make clients``.
 
-``python -m tests.other_clients.try_clients ENVIRONMENT AIDER`` starts a server with the starter models, runs each
-section's code with the Python of its environment, and prints the output. Then LangChain's own tests of tool calling run
-against the same server. The exit status is 1 if a section does not print what is expected, or a test fails. With the
-environment variable ``RECORD``, the requests of the clients are stored in this folder.
+``python -m tests.other_clients.try_clients ENVIRONMENT AIDER [NPM]`` starts a server with the starter models, runs each
+section's code with the Python of its environment, and prints the output. ``NPM`` is a folder with the packages of the
+AI SDK, which is not run without it. Then LangChain's own tests of tool calling run against the same server. The exit
+status is 1 if a section does not print what is expected, or a test fails. With the environment variable ``RECORD``, the
+requests of the clients are stored in this folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ EXPECTED: Mapping[str, tuple[str, Sequence[str]]] = {
     "DSPy": ("dspy", ("Paris", "city=")),
     "pydantic-ai": ("pydantic-ai-slim", ("Paris", "City(name='")),
     "llm": ("llm", ("Paris", '"inhabitants"')),
-    "LiteLLM": ("litellm", ("Paris", "2 vectors of 384 numbers", "infinity Sea water is salty.")),
+    "LiteLLM": (
+        "litellm",
+        (
+            "Paris",
+            "2 vectors of 384 numbers",
+            "from ollama_chat City(name='",
+            "anthropic called describe",
+            "infinity Sea water is salty.",
+        ),
+    ),
+    "smolagents": ("smolagents", ("Paris", "City(name='", "['population', 'population']")),
     "instructor": ("instructor", ("JSON_SCHEMA City(name='", "TOOLS City(name='")),
 }
 """The package of each section's client, and texts that the output must contain."""
@@ -43,13 +54,14 @@ SCRIPTED = "The sum is wrong.\n\nadd.py\n```\ndef add(a, b):\n    return a + b\n
 LANGCHAIN_TESTS = Path(__file__).with_name("langchain_tool_calling.py")
 
 
-def main(environment: Path, aider: Path) -> int:
+def main(environment: Path, aider: Path, npm: Path | None = None) -> int:
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
     failed = 0
     with serving(home, *serve_arguments(None), "--port", "0") as server:
         for title, (package, texts) in EXPECTED.items():
             failed += not _try_section(title, package, texts, server, environment.absolute() / "bin")
         failed += not _run_langchain_tests(server, environment.absolute() / "bin")
+        failed += npm is not None and not _try_ai_sdk(server, npm)
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
         script = Path(folder) / "script.jsonl"
         script.write_text(json.dumps(SCRIPTED))
@@ -57,7 +69,7 @@ def main(environment: Path, aider: Path) -> int:
         with serving(Path(folder), "--model", "echo", "--port", "0", before=before) as server:
             programs = aider.absolute() / "bin"
             failed += not _try_section("aider", "aider-chat", ("return a + b",), server, programs)
-    count = len(EXPECTED) + 2
+    count = len(EXPECTED) + 2 + (npm is not None)
     print(f"{count - failed} of {count} clients work as docs/clients.md shows")
     return int(failed > 0)
 
@@ -83,6 +95,18 @@ def _try_section(title: str, package: str, texts: Sequence[str], server: Serving
     return not problem
 
 
+def _try_ai_sdk(server: Serving, npm: Path) -> bool:
+    with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
+        (Path(folder) / "node_modules").symlink_to(npm.absolute() / "node_modules")
+        try:
+            output = run_section("AI SDK", {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}, Path(folder))
+            works = all(text in output for text in ("Paris", "parsed [ 'name', 'inhabitants' ]", "2 steps, 2,100,000"))
+        except AssertionError as exc:
+            works, output = False, str(exc)
+    print(f"\n--- AI SDK: {'works' if works else 'fails'}\n{output}", flush=True)
+    return works
+
+
 def _run_langchain_tests(server: Serving, programs: Path) -> bool:
     print("\n--- langchain-tests, tool calling", flush=True)
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
@@ -95,4 +119,4 @@ def _run_langchain_tests(server: Serving, programs: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(*map(Path, sys.argv[1:])))
