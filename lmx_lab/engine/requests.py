@@ -197,6 +197,8 @@ class GenerationRequest:
     answer_format: AnswerFormat | None = None
     steer: tuple[SteeringVector, ...] = ()
     """Vectors that are added to the residual stream of this request."""
+    prediction: str = ""
+    """A text that the answer is likely to repeat. MLX drafts tokens from it; it never changes the answer."""
     thinking_budget: int | None = None
     """Maximum number of tokens of reasoning, after which the end of the reasoning is forced; None sets no limit."""
     ignore_eos: bool = False

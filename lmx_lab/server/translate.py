@@ -97,6 +97,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         answer_format=None if tools is not None and tools.forced else answer_format,
         steer=tuple(request.steer or ()),
         share_prefix=bool(request.share_prefix),
+        prediction="".join(content_texts(request.prediction.content)) if request.prediction is not None else "",
         thinking_budget=request.thinking_token_budget,
         model=requested_model(request.model),
         sampling=_sampling(request, temperature=0.7),

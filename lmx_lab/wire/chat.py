@@ -194,6 +194,13 @@ class ThinkingSwitch(LenientModel):
     type: Literal["enabled", "disabled", "adaptive", "auto"]
 
 
+class Prediction(LenientModel):
+    """A text that the answer is likely to repeat, such as a file that it changes."""
+
+    type: Literal["content"] = "content"
+    content: str | Contents
+
+
 class ChatRequest(CompatibleFields):
     """The body of POST /v1/chat/completions and the message of WS /v1/chat/stream."""
 
@@ -223,9 +230,9 @@ class ChatRequest(CompatibleFields):
     enable_thinking: bool | None = None
     """The same in that of Qwen."""
 
-    # Hints, which cannot make an answer wrong.
+    prediction: Prediction | None = None
+    # A hint, which cannot make an answer wrong.
     verbosity: Hint = None
-    prediction: Hint = None
 
     # Extensions.
     continue_final_message: bool | None = None
@@ -257,7 +264,8 @@ class ChatRequest(CompatibleFields):
     def ignored(self) -> Iterator[str]:
         """Yield the names of the fields that have no effect."""
         yield from super().ignored()
-        yield from (name for name in ("verbosity", "prediction") if getattr(self, name) is not None)
+        if self.verbosity is not None:
+            yield "verbosity"
         yield from unknown_fields(self)
         kept = unique_functions(self.tools or ())
         for tool in self.tools or ():

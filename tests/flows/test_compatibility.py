@@ -141,7 +141,7 @@ def test_the_page_lists_all_hints():
     rows = table_rows(DOCS / "server.md", "sent by")
     assert {name.strip("` ") for row in rows for name in row["ignored fields"].split(",")} == {
         *HINTS,
-        *("verbosity", "prediction", "stream_options.continuous_usage_stats"),
+        *("verbosity", "stream_options.continuous_usage_stats"),
     }
 
 

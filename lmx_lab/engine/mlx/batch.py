@@ -65,6 +65,8 @@ class MlxRow:
     """The state on disk for which the request waits or waited; None until that is decided."""
     is_decoding: bool = False
     """Whether all its tokens have been computed, so that each step generates a token."""
+    predicted: Sequence[int] = ()
+    """Tokens of a text that the answer may repeat."""
     drafter: Drafter | None = None
     """Drafts tokens of this answer; None if it must not use drafts."""
     uid: int | None = None
@@ -312,7 +314,7 @@ class Batch:
         self._steering.add(row.uid, row.steering)
         if self._drafts is not None:
             model = self._draft_model
-            row.drafter = row.drafter or (PromptLookup() if model is None else ModelDrafter(model))
+            row.drafter = row.drafter or (PromptLookup(row.predicted) if model is None else ModelDrafter(model))
             self._drafts.drafters[row.uid] = row.drafter
 
     def remove(self, generation: MlxGeneration) -> None:

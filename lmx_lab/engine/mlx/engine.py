@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence, Sized
 from concurrent.futures import Future
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -45,7 +46,14 @@ from lmx_lab.engine.validation import (
     check_tokens,
     check_vocabularies,
 )
-from lmx_lab.errors import EngineDeadError, LabError, NotLoadedError, UnusableModelError
+from lmx_lab.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    LabError,
+    NotLoadedError,
+    QueueFullError,
+    UnusableModelError,
+)
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport, TokenTotals
 from lmx_lab.values.models import LoadSpec, ModelEntry
@@ -178,9 +186,16 @@ class MlxChat(MlxModel):
         if any(each.weights for each in request.steer):
             digest = await in_thread(lambda: known_content_digest(self.entry))
             check_steered_weights(request.steer, self.entry, digest)
-        return await super()._prepare(
+        generations = await super()._prepare(
             tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
         )
+        if request.prediction:
+            # A prediction that is too long is of no use, and no reason to refuse the request.
+            with suppress(ContextLengthError, QueueFullError):
+                predicted = await tokenizer.encode(request, request.prediction, special=False, param="prediction")
+                for generation in generations:
+                    generation.row.predicted = predicted
+        return generations
 
     async def _add(self, generations: Sequence[MlxGeneration]) -> None:
         """See ``LoadedModel``.

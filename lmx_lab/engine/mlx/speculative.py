@@ -95,15 +95,21 @@ class PromptLookup(Drafter):
 
     Edited text, code and summaries with quotes repeat parts of their prompt (the idea is from
     https://github.com/apoorvumang/prompt-lookup-decoding).
+
+    Args:
+        predicted: Tokens of another text that the answer may repeat.
     """
 
     drafts_always = False
 
-    def __init__(self) -> None:
+    def __init__(self, predicted: Sequence[int] = ()) -> None:
         super().__init__()
         self._indexed = NGRAM
         self._next: dict[tuple[int, ...], int] = {}
         """For each n-gram, the position of the token after its last occurrence."""
+        self._predicted = predicted
+        self._next_predicted = {tuple(predicted[at - NGRAM : at]): at for at in range(NGRAM, len(predicted))}
+        """The same for the predicted tokens."""
 
     def propose(self, tokens: Sequence[int], sampled: Callable[[], int], *, limit: int) -> list[int]:
         """See ``Drafter``. Returns none if the sampled token is not the expected one."""
@@ -118,11 +124,16 @@ class PromptLookup(Drafter):
         for at in range(self._indexed, len(tokens)):
             self._next[tuple(tokens[at - NGRAM : at])] = at
         self._indexed = max(self._indexed, len(tokens))
-        start = self._next.get(tuple(tokens[-NGRAM:])) if len(tokens) >= self._resume_at else None
-        if start is None:
+        if len(tokens) < self._resume_at:
+            return []
+        length = min(self._length + 1, max(0, limit))
+        last = tuple(tokens[-NGRAM:])
+        if (following := self._next_predicted.get(last)) is not None:
+            return list(self._predicted[following : following + length])
+        if (start := self._next.get(last)) is None:
             return []
         # If the repetition reaches the end of the text, it is expected to continue in a cycle.
-        return list(islice(cycle(tokens[start:]), min(self._length + 1, max(0, limit))))
+        return list(islice(cycle(tokens[start:]), length))
 
 
 class SpeculativeBatch(SteerableAnswers):

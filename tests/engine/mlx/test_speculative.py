@@ -9,11 +9,12 @@ import pytest
 from mlx_lm.utils import load_model
 from safetensors.numpy import load_file, save_file
 
-from lmx_lab.engine import AnswerFormat, ModelManager, Sampling, TokenPrompt
+from lmx_lab.engine import AnswerFormat, ModelManager, Sampling, TextPrompt, TokenPrompt
 from lmx_lab.engine.mlx.speculative import (
     FIRST_DRAFT,
     FIRST_PAUSE,
     LONGEST_DRAFT,
+    NGRAM,
     DraftModel,
     PromptLookup,
     SpeculativeBatch,
@@ -36,6 +37,13 @@ def test_the_tokens_after_the_last_occurrence_are_drafted():
     assert list(lookup.expect(PAST, limit=100)) == [13, 14, 15, 16, 17]
     assert list(lookup.expect([*PAST, 50, 10, 11, 12], limit=100)) == [50, 10, 11, 12, 50]
     assert list(lookup.expect([*PAST, 50, 10, 11, 12, 7, 7, 7, 7], limit=100)) == [7] * 5
+
+
+def test_a_predicted_text_is_expected_before_the_text_itself_until_it_ends():
+    lookup = PromptLookup([1, *PAST[-NGRAM:], 90, 91])
+    assert lookup.expect(PAST, limit=100) == [90, 91]
+    assert lookup.expect(PAST, limit=1) == [90]
+    assert lookup.expect([*PAST, 50, 11, 12, 13], limit=100) == [14, 15, 16, 17, 18]
     assert list(PromptLookup().expect(PAST, limit=3)) == [13, 14, 15]
 
 
@@ -136,6 +144,18 @@ async def answers(entry, **options):
     assert report.draft == draft
     assert ("is not smaller than repetitive" in report.warning) == (draft is not None)
     return Answers(alone, logprobs, [text for text, _ in (*together, again)])
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("no_shared_model", "drafts_always_pay")
+async def test_a_prediction_saves_passes_and_does_not_change_the_answer(tiny):
+    async with manager_with(tiny) as manager:
+        greedy = {"sampling": Sampling(temperature=0), "max_tokens": 60, "ignore_eos": True}
+        text, plain = await run(manager, prompt=TextPrompt(text="The sea"), **greedy)
+        predicted, report = await run(manager, prompt=TextPrompt(text="The sea"), prediction=text, **greedy)
+        other, _ = await run(manager, prompt=TextPrompt(text="The sea"), prediction="Bread " * 100_000, **greedy)
+    assert predicted == other == text
+    assert report.accepted_tokens > plain.accepted_tokens
 
 
 @pytest.mark.long
