@@ -444,7 +444,7 @@ def _deliver(items: list[tuple[Mailbox, Item]]) -> None:
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens that both have in common at the beginning, found by bisection."""
+    """Return the number of tokens of the longest prefix that both have in common, found by bisection."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -141,7 +141,7 @@ class Engines:
     """The engines of one manager, each of which is created with its first model. May be used on any thread.
 
     Args:
-        make: How to make an engine, by name; for those that are missing, as in ``ENGINES``.
+        make: Functions that make the engines, by name. Engines that are missing are made as in ``ENGINES``.
     """
 
     def __init__(self, settings: Settings, host: EngineHost, make: Mapping[EngineName, Factory] | None = None) -> None:

@@ -73,7 +73,7 @@ class ModelFinder:
         return await self._fetch(spec, entries, preferred, missing, local=local)
 
     async def formats(self, spec: LoadSpec, *, local: bool) -> list[ModelEntry]:
-        """Return the formats on disk that the name means or, if an engine is required, all formats of the model.
+        """Return the formats on disk to which the name refers or, if an engine is required, all formats of the model.
 
         Raises:
             ModelNotFoundError, UnusableModelError, NotLoadedError: see ``find``.

@@ -36,8 +36,8 @@ class Caller:
 
     @property
     def scope(self) -> str:
-        """Text that all requests of one caller have in common. Callers on this machine are one, and each other one is
-        known by its address.
+        """Text that all requests of one caller have in common. All programs on this machine are one caller, and other
+        callers are distinguished by their addresses.
         """
         return "" if self.local or self.client is None else f"client {self.client}"
 
@@ -198,7 +198,7 @@ class GenerationRequest:
     steer: tuple[SteeringVector, ...] = ()
     """Vectors that are added to the residual stream of this request."""
     prediction: str = ""
-    """A text that the answer is likely to repeat. MLX drafts tokens from it; it never changes the answer."""
+    """A text that the answer is likely to repeat. MLX drafts tokens from it. It does not change the answer."""
     thinking_budget: int | None = None
     """Maximum number of tokens of reasoning, after which the end of the reasoning is forced; None sets no limit."""
     ignore_eos: bool = False

@@ -222,7 +222,7 @@ class SandboxPool:
                             return None
                     return reply.result()
                 except SandboxDiedError:
-                    # The system may have killed a kept process for its memory, not because of this message.
+                    # The cause may not be this message: the system may have killed a kept process to free memory.
                     if idle is None or self._is_closed:
                         raise
                 finally:

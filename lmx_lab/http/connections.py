@@ -101,7 +101,7 @@ class HttpProtocol(H11Protocol):
     """Runs from the first byte of a head to its end."""
     _ending = False
     _is_half_closed = False
-    """Whether the client has ended its data, while it may still read."""
+    """Whether the client has ended its own side of the connection. It may still read."""
     _framing_bytes = 0
     """Number of bytes by which the framing of the current chunked body exceeds its data."""
 
@@ -175,7 +175,7 @@ class HttpProtocol(H11Protocol):
                 "lmx_lab.is_half_closed": lambda: self._is_half_closed,
             }
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.headers}:
-                # A proxy may have read the other one, and the rest as another request (RFC 9112, 6.1 and 11.2).
+                # A proxy may have used the other header, and read the rest as another request (RFC 9112, 6.1 and 11.2).
                 self._refuse(
                     HTTPStatus.BAD_REQUEST,
                     "the request has both Content-Length and Transfer-Encoding; send one of them",
@@ -225,8 +225,8 @@ class HttpProtocol(H11Protocol):
     def _probe(self, after_s: float) -> None:
         """Disconnect a client that has rejected what was written to it, or else write to it and check again later.
 
-        Before a response, status 100 is written, which clients ignore (RFC 9110, 15.2). HTTP/1.0 has nothing of this
-        kind, so its clients get a response only if it begins soon.
+        Before a response, status 100 is written, which clients ignore (RFC 9110, 15.2). HTTP/1.0 has no such
+        status, so its clients get a response only if it begins soon.
         """
         if self._ending or self.transport.is_closing():
             return

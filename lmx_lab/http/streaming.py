@@ -116,7 +116,7 @@ class EventStream(StreamingResponse):
         """Run as a separate task: a timer for each token would cost more than its text."""
         assert self._keep_alive is not None
         while True:
-            # A client that has ended its side may have closed the connection, which only sending can show.
+            # A client that has ended its side may have closed the connection. This is only noticed by sending.
             interval_s = min(self._keep_alive_s, 4 * CHECK_S) if self._is_half_closed() else self._keep_alive_s
             if (rest_s := interval_s - watch.silent_s) > 0:
                 await asyncio.sleep(min(rest_s, 4 * CHECK_S))

@@ -39,7 +39,7 @@ again."""
 ADDRESS_S = 1
 """Time that the address of an announced name may take. The addresses of all names are requested at the same time."""
 MAX_NAMES = 100
-"""Number of announced names whose addresses are requested. As many again may have the name that the caller needs."""
+"""Number of announced names whose addresses are requested. The same number is added for the name that is wanted."""
 # An address, or a host with a port or a domain.
 _ADDRESS = re.compile(r"[:/.]|^localhost$", re.IGNORECASE)
 

@@ -144,7 +144,7 @@ class ChatWriter(ChunkWriter):
         """Indexes of the choices that have begun and wait for their first token."""
 
     def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
-        # Clients take the first chunk for the first token when they measure the speed of a prompt, so it waits for it.
+        # Clients measure the time to the first token with the first chunk, so that chunk waits for the token.
         self._waiting.add(index)
         yield from ()
 

@@ -207,7 +207,7 @@ class LlamaWriter:
         self._counts = defaultdict[int, list[int]](lambda: [0, 0])
         """Numbers of tokens of each choice: those of its prompt, and those that were generated."""
         self._with_new_line = set[int]()
-        """Choices whose text has a line end."""
+        """Choices whose text contains a line break."""
 
     def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
         self._counts[index] = [prompt_tokens, 0]

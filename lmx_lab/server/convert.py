@@ -27,9 +27,9 @@ FILES: Mapping[str, str] = {
     **dict.fromkeys(("audio", "input_audio"), "audio"),
     **dict.fromkeys(("file", "input_file", "document"), "file"),
 }
-"""What a part is, by its type."""
+"""The kind of a part that is a file, by its type."""
 UNREAD_PARTS = frozenset({"thinking", "redacted_thinking", "tool_addition", "tool_removal"})
-"""Types of parts that are not a part of the text."""
+"""Types of parts that are left out of the text."""
 
 
 def content_texts(content: str | Contents, *, asked_at: str | None = None) -> list[str]:
@@ -51,13 +51,13 @@ def content_texts(content: str | Contents, *, asked_at: str | None = None) -> li
 def part_text(part: OtherModel, *, asked_at: str | None = None) -> str:
     """Return the text that the model reads in place of a part that is not a text: its own text, or a placeholder.
 
-    A conversation remains usable if one of its tools returns an image, or if another model has seen one.
+    A conversation remains usable if one of its tools returns an image, or if an image was sent to another model.
 
     Args:
         asked_at: Path of the part if it belongs to the newest message of the user.
 
     Raises:
-        InvalidRequestError: the newest message of the user has no text in this place, so that no answer would be right.
+        InvalidRequestError: the part belongs to the newest message of the user, whose answer could depend on it.
     """
     fields = part.model_extra or {}
     source, refusal = fields.get("source"), fields.get("refusal")

@@ -83,7 +83,7 @@ async def _lines(
     Args:
         included: Types of the events to add.
         scope: The caller.
-        hide: Removes paths from messages; None for clients that may see paths, and the ends of others' requests.
+        hide: Removes paths from messages; None for clients that may see paths, and the ends of all requests.
     """
     started = time.monotonic()
     last, due, beat = manager.snapshot, started, started

@@ -18,7 +18,7 @@ ROUTE = "lmx_lab.route"
 
 
 class OtherPaths(BaseRoute):
-    """The last route, which answers with the route of the most similar path.
+    """The last route. It passes a request to the route with the most similar path.
 
     Args:
         routes: All other routes.

@@ -98,7 +98,7 @@ class Catalog:
         named = list(path_locations(name)) if local else []
         listed = [location for _, locations in self._roots() for location in locations]
         locations = join_formats([*listed, *named])
-        # A name without the ending of a file in the working folder is first that of a listed model.
+        # A name without an ending may be that of a listed model and of a file in the working folder. The former counts.
         paths = [it.path for it in named if name == it.path.name or name not in it.aliases]
         is_path = os.path.isabs(name)
         # A path means the listed model at this path if there is one, and not a model that was converted from the file.

@@ -195,7 +195,7 @@ class ThinkingSwitch(LenientModel):
 
 
 class Prediction(LenientModel):
-    """A text that the answer is likely to repeat, such as a file that it changes."""
+    """A text that the answer is likely to repeat, such as a file that the model is asked to change."""
 
     type: Literal["content"] = "content"
     content: str | Contents

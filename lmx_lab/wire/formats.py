@@ -286,7 +286,7 @@ class StructuredOutputs(RequestModel):
             return RegexFormat.model_construct(type="regex", regex=self.regex)
         if self.json_ is not None:
             return schema_format(self.json_)
-        # A text of Lark is written like one of JSON.
+        # Strings of Lark are written like those of JSON.
         grammar = self.grammar or f"start: {' | '.join(map(json_text, self.choice or ()))}"
         syntax: Literal["gbnf", "lark"] = "gbnf" if self.grammar is not None and "::=" in grammar else "lark"
         return GrammarFormat.model_construct(type="grammar", grammar=grammar, syntax=syntax)

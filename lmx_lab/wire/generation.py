@@ -181,7 +181,7 @@ class CompatibleFields(GenerationFields, Hints):
     structured_outputs: StructuredOutputs | None = None
     """vLLM's name for ``response_format``."""
     guided_json: SchemaOrText | None = None
-    """The name of ``structured_outputs.json`` in older versions of vLLM, as are the next three."""
+    """The name of ``structured_outputs.json`` in older versions of vLLM. The next three are older names, too."""
     guided_regex: Pattern | None = None
     guided_choice: ChoiceTexts | None = None
     guided_grammar: Pattern | None = None

@@ -105,7 +105,7 @@ class CompactionItem(LenientModel):
 
 
 class OtherItem(OtherModel):
-    """An item of any other type. Which of them are ignored, depends on the type."""
+    """An item of any other type. Which of them are ignored depends on the type."""
 
 
 ITEM_TAGS = {

@@ -151,7 +151,7 @@ class Slot(BaseModel):
     n_ctx: int | None
     """Maximum number of tokens of a request, prompt and answer."""
     is_processing: bool
-    """Slots have no identity on this server, so those with the lowest ids compute the running answers."""
+    """Slots have no identity on this server, so the running answers are assigned to the lowest ids."""
 
 
 class Props(BaseModel):

@@ -85,8 +85,8 @@ class McpConnection:
         """Calls that were cancelled because an answer was too long."""
 
     async def initialize(self) -> None:
-        """Open the session with ``initialize``, or with the request of the protocol of 2026 if the server refuses that
-        or answers with a version of it.
+        """Open the session with ``initialize``. If the server refuses it or answers with a version of 2026, open the
+        session with the request of that protocol.
 
         Raises:
             TimeoutError, MCPError, ValidationError, RuntimeError: The session could not be opened.
@@ -473,7 +473,7 @@ class HttpTransport(AsyncBaseTransport):
         self.refusal = ""
         """Status and reason of the last refusal, such as ``401 Unauthorized``."""
         self.is_denied = False
-        """Whether the last refusal was one of the authorization."""
+        """Whether the server refused the authorization of the last request that it refused."""
 
     async def handle_async_request(self, request: Request) -> Response:
         # Without compression, because a few compressed bytes can expand to any size.

@@ -505,7 +505,7 @@ async def connected(
     Raises:
         McpFailure: The connection could not be opened, or failed within the block.
     """
-    # The import takes most of a second, during which the process of a server can start.
+    # The import takes most of a second. Meanwhile, the process of a server can start.
     importing = asyncio.ensure_future(asyncio.to_thread(importlib.import_module, "lmx_lab.daemon.mcp.connection"))
     async with contextlib.AsyncExitStack() as stack:
         if config.transport == "http":

@@ -199,7 +199,7 @@ class EchoTokenizer:
         generation.read_start(ends=ends_answer(generation, (END,)))
 
     def _text(self, prompt: Prompt) -> str:
-        """Return the text of the answer, which is that of the script or the last message.
+        """Return the text of the answer: that of the script, or that of the last message.
 
         An answer that continues the last message repeats the message before it.
         """

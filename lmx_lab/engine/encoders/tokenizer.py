@@ -249,7 +249,7 @@ class TextTokenizer:
         Raises:
             InvalidRequestError: the tokenizer takes too long, or fails.
         """
-        # As long as any model's context, if that is shorter.
+        # No text that fits into the model's context is longer.
         tokens = min(tokens, self._rules.context_length or tokens)
         parts = [text[: tokens * CHARACTERS_PER_TOKEN] for text in texts]
         encoded = await self._encoder.encode(parts, param="documents", special=False, keep=tokens + 1, starts=True)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar.build import as_grammar, with_json_rules
+from lmx_lab.engine.grammar.schemas import unenforced
 from lmx_lab.engine.grammar.worker import TokenTable, build_tokenizer, compile_grammar
 from lmx_lab.engine.requests import ToolUse
 from lmx_lab.engine.sandbox import (
@@ -182,7 +183,13 @@ class GrammarCompiler:
                     continue
                 what = f"the parameters of the tool {tools.tools[int(call[1])].name!r}"
                 param = f"tools.{call[1]}.function.parameters"
-            message = f"{what} cannot be enforced: {shorten_reason(reason)}"
+            schema, remedy = None if at is None else parts[at].get("json_schema"), ""
+            if schema is not None:
+                # llguidance adds a place and lines of the grammar to which the schema was translated.
+                reason = re.sub(r"^at \d+\(\d+\): |\n +\d+ \| .*", "", reason, flags=re.DOTALL)
+                if names := unenforced(schema):
+                    remedy = f'; leave out {", ".join(names)}, or send "strict": false'
+            message = f"{what} cannot be enforced: {shorten_reason(reason)}{remedy}"
             # Not cached if the process ended: the grammar may not have been the cause.
             if reason != TOO_LARGE:
                 _put(self._refused, grammar, InvalidRequestError(message, param=param))

@@ -1,8 +1,9 @@
 """Write JSON schemas as grammars in llguidance's variant of Lark.
 
-llguidance's own compiler for schemas allows only some escapes in strings, so that a model that begins another one is
-led to a wrong character; it rounds the bounds of integers to 53 bits, and limits no number of digits. Here these are
-part of the grammar. What is not translated is left to llguidance, as ``%json``.
+llguidance's own compiler for schemas allows only some escapes in strings, so a model that begins another one is forced
+to write a wrong character. It rounds the bounds of integers to 53 bits, and does not limit the number of digits. The
+grammars of this module allow all escapes, have exact bounds and limit the digits. Parts of a schema that this module
+does not translate are left to llguidance, as ``%json``.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ def find(reference: Any, root: Any) -> Any:
     """Return the schema to which a reference refers.
 
     Raises:
-        UntranslatableError: it does not refer to a part of ``root`` by its place.
+        UntranslatableError: it is not the path of a part of ``root``.
     """
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")) or "%" in reference:
         raise UntranslatableError
@@ -292,14 +293,14 @@ def _mark(option: Any, root: Any) -> tuple[set[str], dict[str, set[str]]]:
 
 
 def with_options(schema: Any, spacing: Spacing) -> Any:
-    """Return a schema as llguidance compiles it with this whitespace, so that no wrong escape can begin."""
+    """Return a schema with llguidance's options for this whitespace, in which no unsupported escape can begin."""
     if not isinstance(schema, dict):
         return schema
     return {**_without_control(schema, plain=not spacing.any_escape), "x-guidance": dict(spacing.options)}
 
 
 def _without_control(schema: Any, *, plain: bool) -> Any:
-    """Allow no control characters in strings with a pattern; with ``plain``, in no string."""
+    """Exclude control characters from strings with a pattern; with ``plain``, from all strings."""
     if isinstance(schema, list):
         return [_without_control(part, plain=plain) for part in schema]
     if not isinstance(schema, dict):
@@ -315,7 +316,8 @@ def _without_control(schema: Any, *, plain: bool) -> Any:
 
 
 def number_pattern(schema: Mapping[str, Any], *, whole: bool) -> str | None:
-    """Return the regular expression of the numbers between the bounds of a schema; None if llguidance has to do it."""
+    """Return the regular expression of the numbers between the bounds of a schema; None if llguidance has to
+    enforce the bounds."""
     given = {key: schema[key] for key in KEYWORDS["number"] & schema.keys()}
     if any(not _is_number(bound) or not (whole or bound == int(bound)) for bound in given.values()):
         return None
@@ -346,7 +348,7 @@ def number_pattern(schema: Mapping[str, Any], *, whole: bool) -> str | None:
 
 
 def _decimals(low: tuple[int, bool], high: tuple[int, bool]) -> str:
-    """Numbers without a sign between two bounds, each of which may be excluded."""
+    """Return the regular expression of the numbers without a sign between two bounds. Each bound may be excluded."""
     parts = []
     fraction = rf"\.[0-9]{{1,{FRACTION_DIGITS}}}"
     parts.append(rf"{low[0]}\.[0-9]{{0,{FRACTION_DIGITS - 1}}}[1-9]" if low[1] else f"{low[0]}(?:{fraction})?")
@@ -378,7 +380,7 @@ def _naturals(low: int, high: int) -> str:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Digits from ``low`` to ``high``, which have the same length."""
+    """Return the regular expression of the digits from ``low`` to ``high``, which have the same length."""
     rest = len(low) - 1
     if set(low[1:]) <= {"0"} and set(high[1:]) <= {"9"}:
         return f"[{low[0]}-{high[0]}]" + (f"[0-9]{{{rest}}}" if rest else "")
@@ -392,7 +394,7 @@ def _same_length(low: str, high: str) -> str:
 
 
 def _types(schema: Mapping[str, Any]) -> list[str] | None:
-    """Return the types of a schema, none if it names none; None if they are invalid."""
+    """Return the types of a schema: an empty list if it names none, None if they are invalid."""
     given = schema.get("type")
     if given is None:
         return [kind for kind in ("array", "object") if KEYWORDS[kind] & schema.keys()][:1]

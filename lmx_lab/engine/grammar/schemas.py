@@ -36,10 +36,10 @@ FORMATS: Mapping[str, str] = {
     "email": r"[A-Za-z0-9_+-]{1,30}(?:\.[A-Za-z0-9_+-]{1,30}){0,3}@(?:[A-Za-z0-9]{1,30}\.){1,3}[A-Za-z]{2,10}",
     "uri": f"(?:[a-z][a-z0-9+.-]{{0,14}}://{HOST}(?::[1-9][0-9]{{0,3}})?(?:[/?]{PATH})?|(?:mailto|urn|file):{PATH})",
 }
-"""Patterns of formats: of those that llguidance does not know, or whose texts it does not limit in length."""
+"""Patterns of the formats that llguidance does not know, or whose length it does not limit."""
 OTHER_NAMES = {"iri": "uri", "uri-reference": "uri", "iri-reference": "uri", "idn-email": "email"}
 KNOWN_FORMATS = ("hostname", "ipv4", "ipv6", "uuid")
-"""Formats that llguidance enforces. All others are annotations."""
+"""Formats that llguidance enforces. Those without an entry in ``FORMATS`` or ``INTEGERS`` are annotations."""
 PATTERN_LENGTH = 64
 """Largest length of a number or time with a pattern, or of a text with one of these formats and a pattern."""
 INTEGERS: Mapping[str, tuple[int, int]] = {

@@ -55,8 +55,8 @@ def sampling(
     """Return all sampling parameters, because llama.cpp's defaults differ from those of ``Sampling``.
 
     Penalties count the output, but llama.cpp counts the last ``repeat_last_n`` tokens of prompt and output. For a
-    frequency penalty, the part of the prompt is undone by a bias, which is exact if all tokens are counted. This is not
-    possible for the others, see ``needs_steps``.
+    frequency penalty, a bias undoes the effect of the prompt. This is exact if all tokens are counted. It is not
+    possible for the other penalties, see ``needs_steps``.
 
     Args:
         prompt: The tokens before the output.
@@ -365,7 +365,7 @@ LlamaGeneration = Generation[AnswerReader]
 
 @dataclass(kw_only=True, eq=False)
 class Slot:
-    """A slot of llama.cpp. What is in it may be less than what is known here, because llama.cpp may clear it."""
+    """A slot of llama.cpp. It may contain fewer tokens than are recorded here, because llama.cpp may clear it."""
 
     id: int
     scope: str | None = ""

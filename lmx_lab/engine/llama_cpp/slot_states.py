@@ -1,8 +1,9 @@
 """Choose the slots of a llama.cpp process, so that a request continues only prefixes of its scope or shared ones.
 
-llama.cpp itself would choose the slot with the most similar tokens, from whichever caller they are, and so would its
-cache of states in memory, which is turned off. The states of other conversations are therefore saved here when a slot
-is needed: in files of the process's private folder, which are removed with it. Belongs to the manager's loop.
+llama.cpp itself would choose the slot with the most similar tokens, even if they are those of another caller. Its cache
+of states in memory would do the same, so it is turned off. When a conversation needs a slot, the state of the previous
+conversation is therefore saved here, in a file of the process's private folder, which is removed with the process.
+Belongs to the manager's loop.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MIN_SIMILARITY = 0.1
 MIN_KEPT = 0.5
 """Share of the tokens of a slot below which its state is saved before a request that continues the rest of it."""
 MIN_GAIN_TOKENS = 32
-"""Minimum number of tokens that a saved state must save. Computing fewer takes about as long as a file."""
+"""Minimum number of tokens for which a state is saved or restored. Computing fewer takes about as long as a file."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +104,7 @@ class SlotStates:
         if self._files is not None and not generation.output_tokens:
             generation.row.restored_tokens = await self._files.restore(generation, slot, known=length)
         if slot.scope not in scopes:
-            # If this is cancelled, it is not known what is in the slot.
+            # If this is cancelled, the content of the slot is not known.
             slot.scope = None
             await self._connection.post(f"/slots/{slot.id}?action=erase", {})
         slot.scope, slot.tokens = scope, prompt

@@ -190,7 +190,7 @@ class MlxChat(MlxModel):
             tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
         )
         if request.prediction:
-            # A prediction that is too long is of no use, and no reason to refuse the request.
+            # A prediction that is too long is ignored, because the request can be answered without it.
             with suppress(ContextLengthError, QueueFullError):
                 predicted = await tokenizer.encode(request, request.prediction, special=False, param="prediction")
                 for generation in generations:

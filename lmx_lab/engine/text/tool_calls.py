@@ -26,9 +26,9 @@ SPACE_BETWEEN = re.compile(r'("(?:[^"\\]|\\.)*"?)|\s+', re.DOTALL)
 """Matches white space outside of strings, and whole strings. The last string may be incomplete."""
 IN_NESTING = re.compile(r'["{}\[\]]')
 AROUND_UNMARKED = re.compile(r"(?:[\s,\[\]]|`+\w*)*")
-"""Matches what may stand before, between and after calls without markers: a list of calls, and code blocks."""
+"""Matches the text that may be around calls without markers: the punctuation of lists, and code blocks."""
 MAX_AROUND = 256
-"""Maximum number of characters of it in one place."""
+"""Maximum number of characters of such a text."""
 ParseCalls = Callable[[str], Any]
 """Parses the text between the markers to one call or a list of calls: ``{"name", "arguments"}``, optionally with an
 ``id``."""

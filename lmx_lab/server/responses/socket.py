@@ -58,7 +58,7 @@ def responses_routes(service: InferenceService) -> APIRouter:
 async def _read(socket: WebSocket, messages: asyncio.Queue[str | bytes | None]) -> bool:
     """Put the messages of the client into a queue.
 
-    Returns when the client has disconnected or the server is stopping, and whether it is the latter; the queue then
+    Returns when the client has disconnected (False) or the server is stopping (True). If it is stopping, the queue
     ends with None.
     """
     try:

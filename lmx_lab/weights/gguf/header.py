@@ -40,8 +40,8 @@ FILE_TYPES = {
     22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M",
     30: "IQ4_XS", 31: "IQ1_M", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0",
 }  # fmt: skip
-"""llama.cpp's numbers in ``general.file_type``. A quantization such as ``Q4_K_M`` mixes types of tensors. Files without
-one are left out: programs that do not know the type of a file also write the number of F32 or F16."""
+"""llama.cpp's numbers in ``general.file_type``. A quantization such as ``Q4_K_M`` mixes types of tensors. F32 and
+F16 are left out, because programs that do not know the type of a file also write their numbers."""
 
 # Type number of a tensor: name, weights per block, bytes per block.
 TENSOR_TYPES = {

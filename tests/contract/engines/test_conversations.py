@@ -1,5 +1,5 @@
-"""Both engines give a conversation that a strict chat template refuses to it in a form that it accepts, and continue a
-message of the assistant.
+"""Both engines write a conversation in a form that strict chat templates accept, and continue a message of the
+assistant.
 """
 
 import pytest

@@ -26,7 +26,10 @@ pytestmark = pytest.mark.slow
         (schema({"type": "foo"}), "Invalid type: foo"),
         (schema({"$ref": "https://example.com/schema.json"}), "does not fetch"),
         (schema({"$ref": "#/$defs/no"}), "does not exist"),
-        (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (
+            schema({"type": "array", "uniqueItems": True}),
+            '"uniqueItems"]; leave out uniqueItems, or send "strict"',
+        ),
         (schema({"minimum": 3, "maximum": 1, "type": "integer"}), "greater than maximum"),
         (schema(False), "schema is false"),
         (AnswerFormat(kind="regex", text="(a"), "unclosed group"),
