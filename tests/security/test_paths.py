@@ -67,7 +67,8 @@ def test_events_contain_no_paths(lab, folder):
         event = failed(others)
         assert event["model"] == "damaged"
         assert str(folder) not in event["message"]
-        httpx2.post(f"{lab.url}/v1/chat/completions", json=CHAT)
+        # Others get the events of their own requests only.
+        httpx2.post(f"{lab.url}/v1/chat/completions", json=CHAT, headers=ELSEWHERE)
         ended = [next(event for event in events if event["type"] == "request") for events in (own, others)]
         assert [event["model"] for event in ended] == [str(folder / "mine"), "mine"]
 
