@@ -172,14 +172,14 @@ def chat_request(body: CountRequest) -> ChatRequest:
 
 def _is_asked(message: InputMessage) -> bool:
     """Whether a message is one of the user, and not only the results of tools."""
-    blocks = [] if isinstance(message.content, str) else message.content
+    blocks = [] if isinstance(message.content, str | None) else message.content
     return message.role == "user" and not (blocks and all(isinstance(block, ToolResultBlock) for block in blocks))
 
 
 def _add_message(history: ChatHistory, message: InputMessage, place: str, *, is_newest: bool) -> None:
     """Add a message to the history: first its tool results, then the rest."""
-    if isinstance(message.content, str):
-        history.add(message.role, [message.content], place=place)
+    if isinstance(message.content, str | None):
+        history.add(message.role, [message.content or ""], place=place)
         return
     has_results = any(isinstance(block, ToolResultBlock) for block in message.content)
     texts: list[str] = []

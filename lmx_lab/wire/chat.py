@@ -104,11 +104,11 @@ def result_text(value: Any) -> Any:
     return json_text(value) if is_data or isinstance(value, dict | int | float) else value
 
 
-# The content of an assistant's message may be missing if it has tool calls.
+# Clients leave out empty contents of answers and of results.
 CONTENT_OR_CALLS: JsonDict = {
     "anyOf": [
         {"required": ["content"]},
-        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+        {"properties": {"role": {"enum": ["assistant", "tool"]}}},
     ]
 }
 
@@ -153,8 +153,7 @@ class ChatMessage(LenientModel):
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        answer = self.tool_calls or self.effective_reasoning or self.refusal or self.audio
-        if "content" not in self.model_fields_set and not answer:
+        if "content" not in self.model_fields_set and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
         return self
 

@@ -16,8 +16,8 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
-    JsonValue,
     Tag,
+    field_validator,
     model_validator,
 )
 from typing_extensions import TypeAliasType
@@ -37,7 +37,7 @@ from lmx_lab.wire.base import (
 from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
 from lmx_lab.wire.formats import JsonSchema, Name
 from lmx_lab.wire.limits import FEW_VALUES
-from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, ParameterSchema, tag
+from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, Arguments, ParameterSchema, check_argument_texts, tag
 
 
 class TextBlock(LenientModel):
@@ -60,7 +60,14 @@ class ToolUseBlock(LenientModel):
     type: Literal["tool_use"]
     id: NonEmpty
     name: NonEmpty
-    input: Annotated[dict[str, JsonValue], FEW_VALUES]
+    input: Annotated[Arguments, FEW_VALUES] = Field(default={})
+    """An object. Its text and null, which some clients send for a call that was cut off, are also accepted."""
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_text(cls, value: Any) -> Any:
+        check_argument_texts([value])
+        return value
 
 
 class OtherBlock(OtherModel):
@@ -94,7 +101,7 @@ class InputMessage(LenientModel):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Blocks
+    content: str | Blocks | None
 
 
 class ToolDefinition(LenientModel):

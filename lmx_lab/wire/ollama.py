@@ -19,9 +19,10 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
-    JsonValue,
     Tag,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
 )
 from typing_extensions import TypeAliasType
 
@@ -44,12 +45,12 @@ from lmx_lab.wire.base import (
     Temperature,
     unknown_fields,
 )
-from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents
+from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
 from lmx_lab.wire.completions import shape_of
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.formats import Name, kind_of
 from lmx_lab.wire.limits import FEW_VALUES
-from lmx_lab.wire.tools import CALL_LIMIT, PART_LIMIT, TOOL_LIMIT
+from lmx_lab.wire.tools import CALL_LIMIT, PART_LIMIT, TOOL_LIMIT, CalledFunction, check_counts
 
 NO_VISION = Neutral("images (the models of this server have no vision; send text only)", ([],))
 DURATION = re.compile(r"(?P<sign>[-+]?)(?P<parts>(?:(?:\d+\.?\d*|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
@@ -102,9 +103,6 @@ OllamaFormat = Annotated[
 # Named types, because members of a union must be hashable, and FailFast is not.
 OllamaParameters = TypeAliasType(
     "OllamaParameters", Annotated[dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES]
-)
-OllamaArguments = TypeAliasType(
-    "OllamaArguments", Annotated[dict[str, JsonValue], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES]
 )
 
 
@@ -171,19 +169,11 @@ class OllamaGenerationBody(OllamaBody):
     top_logprobs: Alternatives | None = None
 
 
-class OllamaCalledFunction(LenientModel):
-    """The function of a call in an earlier answer."""
-
-    name: NonEmpty
-    arguments: str | OllamaArguments
-    """An object, or its JSON."""
-
-
 class OllamaCall(LenientModel):
     """A tool call in an earlier answer."""
 
     id: str | None = None
-    function: OllamaCalledFunction
+    function: CalledFunction
 
 
 OllamaCalls = TypeAliasType("OllamaCalls", Annotated[list[OllamaCall], FailFast(), Field(max_length=CALL_LIMIT)])
@@ -206,6 +196,11 @@ class OllamaMessage(LenientModel):
     """In messages of a tool: the function whose result this is."""
     tool_call_id: str | None = None
     """In messages of a tool: the call whose result this is."""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _read_result(cls, value: Any, info: ValidationInfo) -> Any:
+        return result_text(value) if info.data.get("role") == "tool" else value
 
 
 class OllamaFunction(LenientModel):
@@ -234,7 +229,9 @@ class OllamaChatRequest(OllamaGenerationBody):
         json_schema_extra={"examples": [{"model": "default", "messages": [{"role": "user", "content": "Say hello."}]}]}
     )
 
-    messages: Annotated[list[OllamaMessage], FailFast(), Field(max_length=MESSAGE_LIMIT)] = Field(default=[])
+    messages: Annotated[
+        list[OllamaMessage], FailFast(), Field(max_length=MESSAGE_LIMIT), BeforeValidator(check_counts)
+    ] = Field(default=[])
     tools: OllamaTools | None = None
 
     @property

@@ -37,8 +37,16 @@ from lmx_lab.wire.base import (
     unknown_fields,
 )
 from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
-from lmx_lab.wire.formats import Name, Pattern
-from lmx_lab.wire.tools import TOOL_LIMIT, HostedTool, ParameterSchema, check_argument_texts, tag
+from lmx_lab.wire.formats import Name, Pattern, json_text
+from lmx_lab.wire.tools import (
+    ARGUMENTS_SCHEMA,
+    TOOL_LIMIT,
+    HostedTool,
+    ParameterSchema,
+    check_argument_texts,
+    read_arguments,
+    tag,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that requests log-probabilities."""
@@ -56,7 +64,11 @@ class MessageItem(LenientModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Contents
+    content: str | Contents | None
+
+
+def _arguments_text(given: Any) -> Any:
+    return given if isinstance(given, str) else json_text(read_arguments(given))
 
 
 class FunctionCallItem(LenientModel):
@@ -66,8 +78,8 @@ class FunctionCallItem(LenientModel):
     call_id: NonEmpty
     name: NonEmpty
     namespace: str | None = None
-    arguments: str
-    """JSON of an object."""
+    arguments: Annotated[str, BeforeValidator(_arguments_text), ARGUMENTS_SCHEMA] = "{}"
+    """JSON of an object, or the object."""
 
 
 class CustomCallItem(LenientModel):
@@ -85,7 +97,7 @@ class CallOutputItem(LenientModel):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NonEmpty
-    output: Annotated[str | Contents, BeforeValidator(result_text)]
+    output: Annotated[str | Contents | None, BeforeValidator(result_text)] = None
 
 
 class ReasoningItem(LenientModel):

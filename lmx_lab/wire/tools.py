@@ -244,12 +244,12 @@ def read_arguments(given: Any) -> Any:
     """Read the arguments of a call. In the format they are JSON as a text, which is parsed only here.
 
     A text that is not a JSON object is returned unchanged, because an answer that was cut off at ``max_tokens`` ends
-    with a part of an object, and the conversation has to remain usable.
+    with a part of an object, and the conversation has to remain usable. Some clients send null for no arguments.
 
     Raises:
         ValueError: they are neither a text nor an object.
     """
-    value = given
+    value = {} if given is None else given
     if isinstance(given, str):
         try:
             value = (_JSON.validate_json(given) if given.strip() else None) or {}
@@ -267,16 +267,16 @@ def read_arguments(given: Any) -> Any:
     return value
 
 
+ARGUMENTS_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]})
+Arguments = Annotated[Any, AfterValidator(read_arguments), ARGUMENTS_SCHEMA]
+
+
 class CalledFunction(LenientModel):
     """The function of a call in a history."""
 
     name: NonEmpty
-    arguments: Annotated[
-        Any,
-        AfterValidator(read_arguments),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
-    ]
-    """An object, or its JSON as in answers. An empty text means an empty object."""
+    arguments: Arguments = Field(default={})
+    """An object, or its JSON as in answers. An empty text and null mean an empty object."""
 
     # openai-python's ``parse`` adds this field to an answer; it repeats the arguments.
     parsed_arguments: Any = None

@@ -224,7 +224,7 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem], earlier: int) -
                 # Chat templates use the role "system"; "developer" is its newer name.
                 role = "system" if item.role == "developer" else item.role
                 asked_at = f"{place}.content" if number == max(users, default=-1) else None
-                history.add(role, content_texts(item.content, asked_at=asked_at), place=place)
+                history.add(role, content_texts(item.content or "", asked_at=asked_at), place=place)
             case ReasoningItem():
                 history.add("assistant", thoughts=content_texts(item.content or item.summary or []), place=place)
             case FunctionCallItem():
@@ -234,7 +234,7 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem], earlier: int) -
                 name = chat_name(item.name, item.namespace)
                 history.add_call(item.call_id, name, {INPUT: item.input}, place=place)
             case CallOutputItem():
-                history.add_result(item.call_id, content_texts(item.output), place=f"{place}.call_id")
+                history.add_result(item.call_id, content_texts(item.output or ""), place=f"{place}.call_id")
             case CompactionItem():
                 history.add("user", [read_summary(item.encrypted_content)], place=place)
             case OtherItem() if item.type == "item_reference":

@@ -16,7 +16,8 @@ TEXT = {"type": "text", "text": "See:"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
 CUT = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"a": 1'}}
 NOTE = {"role": "developer", "content": "Now"}
-TOOL_USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "clock", "input": {}}]}
+BLOCK = {"type": "tool_use", "id": "c1", "name": "clock", "input": {}}
+TOOL_USE = {"role": "assistant", "content": [BLOCK]}
 ITEM = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
 OLLAMA_CALL = {"function": {"name": "clock", "arguments": {}}}
 
@@ -54,7 +55,10 @@ def case(form, fields, *texts):
     return pytest.param(BY_NAME[form], fields, texts, id=f"{form}-{texts[0]:.40}")
 
 
+ENTIRE = '{"name": "clock", "arguments": {}}\n</tool_call>'
 CUT_OFF = '{"name": "clock", "arguments": {"a": 1\n</tool_call>'
+EMPTY = "<tool_response>\n\n</tool_response>"
+ANSWERED = "assistant\n<|end|>"
 NOTED = "noon\n</tool_response>"
 
 
@@ -68,6 +72,38 @@ NOTED = "noon\n</tool_response>"
             "ollama chat",
             {"messages": [USER, {**calls(), "tool_calls": [{"function": CUT["function"]}]}, {**USER, "role": "tool"}]},
             CUT_OFF,
+        ),
+        case(
+            "messages",
+            {"messages": [USER, {"role": "assistant", "content": [{**BLOCK, "input": '{"a": 1'}]}, results(result())]},
+            CUT_OFF,
+        ),
+        # Calls without arguments.
+        *(
+            case("chat", {"messages": [USER, calls({**CALL, "function": function}), chat_result(), USER]}, ENTIRE)
+            for function in ({"name": "clock"}, {"name": "clock", "arguments": None})
+        ),
+        *(
+            case("ollama chat", {"messages": [USER, {**calls(), "tool_calls": [{"function": function}]}]}, ENTIRE)
+            for function in ({"name": "clock"}, {"name": "clock", "arguments": None})
+        ),
+        *(case("responses", {"input": [USER, {**ITEM, "arguments": given}, output()]}, ENTIRE) for given in (None, {})),
+        *(
+            case(
+                "messages", {"messages": [USER, {"role": "assistant", "content": [{**BLOCK, "input": given}]}]}, ENTIRE
+            )
+            for given in (None, "")
+        ),
+        # Answers and results without content.
+        case("chat", {"messages": [USER, {"role": "assistant"}, USER]}, ANSWERED),
+        case("chat", {"messages": [USER, calls(), {"role": "tool", "tool_call_id": "c1"}, USER]}, EMPTY),
+        case("messages", {"messages": [USER, {"role": "assistant", "content": None}, USER]}, ANSWERED),
+        case("responses", {"input": [{"role": "assistant", "content": None}, USER]}, ANSWERED),
+        case("responses", {"input": [USER, ITEM, output(None)]}, EMPTY),
+        case(
+            "ollama chat",
+            {"messages": [USER, {**calls(), "tool_calls": [OLLAMA_CALL]}, {"role": "tool", "content": {"t": 5}}]},
+            '{"t":5}',
         ),
         # Images in results of tools and in earlier messages.
         case("chat", {"messages": [USER, calls(), chat_result([TEXT, URL]), USER]}, f"See:\n{SHOWN}"),
