@@ -102,8 +102,9 @@ class _Translation:
             options = [self._reference(schema["$ref"])]
         elif keys in ({"anyOf"}, {"oneOf"}, {"allOf"}):
             ((key, given),) = ((key, schema[key]) for key in keys)
+            # All parts of an allOf with several apply; they are left to llguidance.
             is_choice = isinstance(given, list) and (
-                key == "anyOf" or (key == "allOf" and len(given) == 1) or are_disjoint(given, self._root)
+                len(given) == 1 if key == "allOf" else key == "anyOf" or are_disjoint(given, self._root)
             )
             options = [self.value(option) for option in given if option is not False] if is_choice else []
         elif keys <= {"const", "enum", "type"} and len(keys & {"const", "enum"}) == 1 and types is not None:

@@ -68,8 +68,21 @@ UNENFORCEABLE = (
     *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties"),
 )
 """Keywords that a grammar cannot enforce."""
-LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
-"""What a pattern cannot contain: look-around and references to groups."""
+UNENFORCEABLE_PATTERN = re.compile(r"\(\?(?:<?[=!]|[>#])|\\[1-9bBGhkKQERX]")
+"""What a pattern cannot contain, such as look-around, boundaries of words and references to groups."""
+PATTERN_PART = re.compile(
+    r"\\c[A-Za-z]|\\[pPux]\{[^}]*\}|\\.|\[\^?(?:\\.|[^\]\\])*\]|\{,(?=[0-9]+\})|\{(?![0-9]+(?:,[0-9]*)?\})", re.DOTALL
+)
+"""Matches the parts of a pattern that mean something else, or nothing, in the regular expressions of llguidance."""
+SAME_PARTS: Mapping[str, str] = {
+    **{r"\A": "^", r"\Z": "$", r"\z": "$"},
+    **{r"\<": "<", r"\>": ">", r"\0": r"\x00"},
+    **{"{,": "{0,", "{": r"\{"},
+}
+LARGEST = 1e40
+"""Bounds of numbers above it, such as the largest float64, exclude no number that an answer contains."""
+SMALLEST = 1e-12
+"""Smallest number above 0 that an answer contains."""
 NUMERIC = re.compile(r"(?:[-^$()?:|0-9\[\]+*{},eE]|\\[d.])*")
 """Matches patterns of numbers and times."""
 REPLACEMENTS: Mapping[str, str] = {
@@ -156,9 +169,26 @@ def _normalize(schema: dict[str, Any]) -> dict[str, Any]:
     for key, closing in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
         if kept.get(key) is False and not COMBINING & kept.keys():
             kept.setdefault(closing, kept.pop(key))
+    if isinstance(named := kept.get("patternProperties"), dict):
+        kept["patternProperties"] = {_portable(pattern): value for pattern, value in named.items()}
     if not isinstance(kept.get("format", ""), str):
         del kept["format"]
-    return _normalize_text(_named_properties(kept))
+    return _normalize_text(_normalize_bounds(_named_properties(kept)))
+
+
+def _normalize_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Remove bounds that no number of an answer reaches."""
+    kept = dict(schema)
+    for key in LOWER | UPPER:
+        bound = schema.get(key)
+        if not isinstance(bound, int | float):
+            continue
+        if (bound if key in UPPER else -bound) >= LARGEST:
+            del kept[key]
+        elif key in LOWER and 0 < bound < SMALLEST:
+            kept |= {"exclusiveMinimum": 0}
+            kept.pop("minimum", None)
+    return kept
 
 
 def _named_properties(schema: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +223,9 @@ def _normalize_text(schema: dict[str, Any]) -> dict[str, Any]:
         del kept["format"]
     if isinstance(pattern, str) and (name in FORMATS or NUMERIC.fullmatch(pattern) or pattern in REPLACEMENTS):
         kept.setdefault("maxLength", PATTERN_LENGTH)
-        kept["pattern"] = f"^{REPLACEMENTS[pattern]}$" if pattern in REPLACEMENTS else pattern
+        kept["pattern"] = f"^{REPLACEMENTS[pattern]}$" if pattern in REPLACEMENTS else _portable(pattern)
+    elif isinstance(pattern, str):
+        kept["pattern"] = _portable(pattern)
     elif name in FORMATS and pattern is None:
         kept["pattern"] = f"^{FORMATS[name]}$"
     types = kept.get("type")
@@ -204,13 +236,28 @@ def _normalize_text(schema: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _portable(pattern: str) -> str:
+    """Return a pattern of JavaScript or Python as one of llguidance with the same meaning."""
+
+    def portable(found: re.Match[str]) -> str:
+        part = found[0]
+        if part[0] == "[" and not part.startswith(("[:", "[^:"), 1):
+            # In llguidance, a class may contain classes, and the operators && and ~~ of sets.
+            return part[0] + re.sub(r"\\.|[\[&~]", lambda it: it[0] if len(it[0]) > 1 else f"\\{it[0]}", part[1:])
+        if part[:2] == r"\c" and len(part) == 3:
+            return rf"\x{ord(part[2]) % 32:02x}"
+        return SAME_PARTS.get(part, part)
+
+    return PATTERN_PART.sub(portable, pattern)
+
+
 def _relax(schema: dict[str, Any], root: Any, names: list[str]) -> dict[str, Any]:
     """Remove keywords that cannot be enforced, and add them to ``names``."""
     kept = {key: value for key, value in schema.items() if key not in UNENFORCEABLE}
     removed = [key for key in schema if key not in kept]
     if "contains" in schema and schema.get("minContains", 1) != 0:
         kept["minItems"] = max(1, kept.get("minItems", 0))
-    if isinstance(pattern := kept.get("pattern"), str) and LOOK_AROUND.search(pattern):
+    if isinstance(pattern := kept.get("pattern"), str) and UNENFORCEABLE_PATTERN.search(pattern.replace(r"\\", "")):
         removed.append("pattern")
         del kept["pattern"]
     if isinstance(options := kept.get("oneOf"), list) and "anyOf" not in kept and not _is_choice(options, root):

@@ -72,6 +72,50 @@ def test_an_escape_counts_as_one_character(writer):
     assert not accepts(two, r'"\u0041bc"', writer)
 
 
+PATTERNS = [
+    (r"^[a[b]$", "[", "c"),
+    (r"^[^[\]]+$", "ab", "a]"),
+    (r"^[a-c&&b]$", "&", "d"),
+    (r"\Aab\Z", "ab", "abc"),
+    (r"^a{,2}$", "aa", "aaa"),
+    (r"^{[a-z]{2}}$", "{ab}", "ab"),
+    (r"^\<\p{Lu}+\>$", "<A>", "A"),
+    (r"^[[:alpha:]]+$", "ab", "a1"),
+]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("pattern", "text", "other"), PATTERNS)
+def test_patterns_mean_the_same_as_in_javascript_and_python(pattern, text, other, writer):
+    schema = {"type": "string", "pattern": pattern}
+    assert (accepts(schema, f'"{text}"', writer), accepts(schema, f'"{other}"', writer)) == (True, False)
+    members = {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False}
+    assert accepts(members, json.dumps({text: None}), writer)
+
+
+@pytest.mark.parametrize("pattern", [r"^\bfoo\b", r"^(?>a)b$", r"^(a)\1$", r"^(?=a)a$"])
+def test_a_pattern_that_cannot_be_enforced_is_left_out(pattern):
+    assert unenforced({"type": "string", "pattern": pattern}) == ["pattern"]
+    assert unenforced({"type": "string", "pattern": r"^\\bfoo$"}) == []
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_bounds_that_no_number_reaches_have_no_effect(writer):
+    double = {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}
+    assert accepts(double, "-1.5", writer)
+    positive = {**double, "minimum": 5e-324}
+    assert (accepts(positive, "1.5", writer), accepts(positive, "0", writer)) == (True, False)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_all_parts_of_an_all_of_apply(writer):
+    schema = {"allOf": [{"type": ["integer", "null"]}, {"type": ["integer", "string"]}]}
+    assert [text for text in ("1", "null", '"x"') if accepts(schema, text, writer)] == ["1"]
+    for parts in ([{"type": "integer"}, {"type": "string"}], [{"type": "object"}, {"type": "array"}]):
+        with pytest.raises(AssertionError, match="incompatible types"):
+            matcher_of({"allOf": parts}, writer)
+
+
 PATTERNED = [{"type": "string", "pattern": r"^.{1,9}$"}, {"type": "string", "pattern": r"^[^a]*$", "maxLength": 9}]
 
 
