@@ -13,6 +13,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,10 @@ from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Caller, Ranking, RerankRequest
 from lmx_lab.engine.lookup import public_id
+from lmx_lab.errors import CallerError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.streaming import while_connected
+from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.translate import requested_model
@@ -41,6 +44,8 @@ from lmx_lab.wire.rerank import (
     TextsRerankBody,
 )
 
+TEXTS = FieldNames({"documents.*": "texts.*", "documents": "texts"})
+"""Maps the fields of a request for a ranking to those of Text Embeddings Inference."""
 ANSWERS: dict[str, Any] = {"/v1/rerank": RerankResults, "/v2/rerank": CohereResults, "/rerank": DocumentResults}
 """Answers to bodies with documents, by path: that of version 1 of Cohere, of version 2, and of vLLM, Jina and
 Text Embeddings Inference."""
@@ -57,7 +62,8 @@ def rerank_routes(service: InferenceService) -> APIRouter:
         others, documents are strings at `/v1/rerank` and objects at the other paths; at `/v2/rerank`, they are included
         only with `return_documents`."""
         caller = service.caller_of(request)
-        ranking = await while_connected(request, service.rerank(rerank_request(body, caller)))
+        with TEXTS.in_errors() if isinstance(body, TextsRerankBody) else nullcontext():
+            ranking = await while_connected(request, service.rerank(rerank_request(body, caller)))
         model = public_id(ranking.report.model, local=caller.local)
         ranking = replace(ranking, report=replace(ranking.report, model=model))
         # On the event loop, 256 results are written as text in about a millisecond.
@@ -97,17 +103,23 @@ async def _scores(service: InferenceService, body: ScoreBody, caller: Caller) ->
     for at, (query, _) in enumerate(pairs):
         places_of.setdefault(query, []).append(at)
     for query, places in places_of.items():
-        ranking = await service.rerank(
-            RerankRequest(
-                query=query,
-                documents=tuple(pairs[at][1] for at in places),
-                model=requested_model(body.model),
-                truncate=limit is not None,
-                max_document_tokens=limit if limit is not None and limit > 0 else None,
-                raw_scores=body.use_activation is False,
-                caller=caller,
-            )
+        wanted = RerankRequest(
+            query=query,
+            documents=tuple(pairs[at][1] for at in places),
+            model=requested_model(body.model),
+            truncate=limit is not None,
+            max_document_tokens=limit if limit is not None and limit > 0 else None,
+            raw_scores=body.use_activation is False,
+            caller=caller,
         )
+        try:
+            ranking = await service.rerank(wanted)
+        except CallerError as exc:
+            if (param := exc.param) is not None:
+                exc.param = score_field(body, places, param)
+                exc.message = exc.message.replace(param, exc.param, 1)
+                exc.args = (exc.message,)
+            raise
         for at, score in zip(places, ranking.scores, strict=True):
             scores[at] = float(str(score))
         tokens += ranking.report.tokens
@@ -120,6 +132,16 @@ async def _scores(service: InferenceService, body: ScoreBody, caller: Caller) ->
         usage=EncodingUsage(prompt_tokens=tokens, total_tokens=tokens),
     )
     return answer.model_dump_json().encode()
+
+
+def score_field(body: ScoreBody, places: Sequence[int], param: str) -> str:
+    """Return the path of a field of a query with documents in the request with the pairs at these places."""
+    field, _, number = param.partition(".")
+    if field == "query":
+        return f"text_1.{places[0]}" if isinstance(body.first, list) and len(body.first) > 1 else "text_1"
+    if field != "documents":
+        return param
+    return f"text_2.{places[int(number)]}" if number.isdigit() and isinstance(body.second, list) else "text_2"
 
 
 def rerank_request(body: RerankBody | TextsRerankBody, caller: Caller) -> RerankRequest:

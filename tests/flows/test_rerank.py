@@ -309,3 +309,24 @@ def test_invalid_pairs_are_refused(http, fields, problem):
     response = http.post("/v1/score", json={"model": MODEL, **fields})
     assert response.status_code in (400, 404)
     assert problem in response.json()["error"]["message"]
+
+
+LONG = "salt " * 40_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/score", {"text_1": LONG, "text_2": "b"}, "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": LONG}, "text_2"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", LONG]}, "text_2.1"),
+        ("/v1/score", {"text_1": ["a", "q", "a"], "text_2": ["b", "b", LONG]}, "text_2.2"),
+        ("/v1/score", {"text_1": ["a", LONG], "text_2": ["b", "b"]}, "text_1.1"),
+        ("/rerank", {"query": "a", "texts": ["b", LONG]}, "texts.1"),
+        ("/rerank", {"query": "a", "documents": ["b", LONG]}, "documents.1"),
+    ],
+)
+def test_a_text_that_is_too_long_is_named_as_in_the_request(http, path, fields, param):
+    error = error_of(http.post(path, json={"model": MODEL, **fields}), 400, "context_length_exceeded")
+    assert error["param"] == param
+    assert error["message"].startswith(param)
