@@ -186,9 +186,7 @@ class LlamaRequest(LenientModel):
         # llama.cpp's defaults.
         defaults = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
         if infill and not isinstance(self.prompt, str):
-            raise InvalidRequestError(
-                "prompt must be a text with which the gap begins; send a string", param="prompt"
-            )
+            raise InvalidRequestError("prompt must be a text with which the gap begins; send a string", param="prompt")
         gap = {"prompt": f"{self.input_prefix}{self.prompt}", "suffix": self.input_suffix}
         own = {"stream": self.stream, "logprobs": self.n_probs or None, **(gap if infill else {"prompt": self.prompt})}
         if not {"max_tokens", "max_completion_tokens", "n_predict"} & known.keys():

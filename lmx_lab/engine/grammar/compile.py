@@ -14,12 +14,13 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.grammar.build import as_grammar, with_json_rules
+from lmx_lab.engine.grammar.build import as_grammar, with_json_rules, without_forcing
 from lmx_lab.engine.grammar.schemas import unenforced
 from lmx_lab.engine.grammar.worker import TokenTable, build_tokenizer, compile_grammar
 from lmx_lab.engine.requests import ToolUse
@@ -43,6 +44,8 @@ LIMIT_S = 2.0
 """Time limit for checking a grammar and all its parts."""
 TOO_LARGE = "it is too large, or nested too deeply, to be compiled; simplify it"
 CACHE_SIZE = 32
+SAMPLE = '{"a b": 1}'
+"""A text from which it is seen whether a tokenizer adds something to texts."""
 ANY_OBJECT = {"type": "object"}
 STOP_REASONS = {
     "NoExtensionBias": "no text can be a whole answer of this form",
@@ -67,11 +70,16 @@ def read_token_table(tokenizer: Any, *, width: int, markers: Set[int]) -> TokenT
     ends = sorted(int(token) for token in tokenizer.eos_token_ids if token < width)
     if not ends:
         raise InvalidRequestError("this model has no token that ends an answer, so no answer format can be enforced")
-    return TokenTable(
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    table = TokenTable(
         [vocabulary.bytes_of(token) for token in range(width)],
         [id_ for id_ in range(width) if vocabulary.is_special(id_) or id_ in markers or id_ in ends],
         ends,
+        encode=None if backend is None else lambda text: list(backend.encode(text, add_special_tokens=False).ids),
     )
+    # Others, such as those of SentencePiece, add a space before a text.
+    can_force = table.encode is not None and table.is_spelled(SAMPLE, table.encode(SAMPLE))
+    return replace(table, can_force=can_force)
 
 
 class GrammarCompiler:
@@ -90,7 +98,7 @@ class GrammarCompiler:
     ) -> None:
         self._compile_s = compile_s
         self._pool = pool or shared_pool()
-        table = functools.cache(read_table)
+        self._table = table = functools.cache(read_table)
         self._build = functools.cache(lambda: build_tokenizer(table()))
         self._setup = Setup(lambda: pickle.dumps((table().tokens, table().special_token_ids, table().eos_tokens)))
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -170,10 +178,11 @@ class GrammarCompiler:
         left_s = LIMIT_S
         while True:
             text = json.dumps(whole, ensure_ascii=False)
-            reason, at, used_s = await self._find_problem([text, *map(as_grammar, parts)], left_s)
+            unforced = without_forcing(text)
+            reason, at, can_force, used_s = await self._find_problem([unforced, *map(as_grammar, parts)], left_s)
             left_s = max(0.0, left_s - used_s)
             if not reason:
-                return text
+                return text if can_force and self._table().can_force else unforced
             # ``at`` is the index of the part that is invalid on its own, if there is one.
             what, param = ("the format of the answer", None) if at is None else ("this format", "response_format")
             call = re.fullmatch(r"call_(\d+)_arguments", parts[at]["name"]) if at is not None else None
@@ -195,15 +204,15 @@ class GrammarCompiler:
                 _put(self._refused, grammar, InvalidRequestError(message, param=param))
             raise InvalidRequestError(message, param=param)
 
-    async def _find_problem(self, grammars: list[str], limit_s: float) -> tuple[str, int | None, float]:
+    async def _find_problem(self, grammars: list[str], limit_s: float) -> tuple[str, int | None, bool, float]:
         """Check whether the first grammar can be enforced.
 
         Args:
             grammars: The grammar, followed by each of its parts as a separate grammar.
 
         Returns:
-            The reason why it cannot be enforced, empty if it can, the index of the part that causes it, and the CPU
-            time of the check.
+            The reason why it cannot be enforced, empty if it can, the index of the part that causes it, whether its
+            tokens may be forced, and the CPU time of the check.
 
         Raises:
             QueueFullError: other grammars are checked for too long.
@@ -214,7 +223,7 @@ class GrammarCompiler:
             reply = json.loads(await pool.run(WORKER, request, limit_s=limit_s, setup=self._setup))
         except SandboxStartError as exc:
             log.warning("grammars are compiled without a check, because no process could be started: %s", exc)
-            return "", None, 0.0
+            return "", None, False, 0.0
         except SandboxBusyError as exc:
             raise QueueFullError(
                 f"the check of the grammar did not start within {pool.wait_s:g} s, because other grammars and schemas "
@@ -222,13 +231,13 @@ class GrammarCompiler:
                 retry_after_s=1,
             ) from exc
         except SandboxTimeoutError:
-            return f"it takes longer than {LIMIT_S:g} s to compile; simplify it", None, limit_s
+            return f"it takes longer than {LIMIT_S:g} s to compile; simplify it", None, False, limit_s
         except SandboxDiedError:
-            return TOO_LARGE, None, limit_s
+            return TOO_LARGE, None, False, limit_s
         reason, took_s = reply["reason"], reply["compile_s"]
         if not reason and took_s > self._compile_s:
             reason = f"it takes {took_s:.1f} s to compile; the limit is {self._compile_s:g} s: simplify it"
-        return reason, reply["part"], reply["used_s"]
+        return reason, reply["part"], reply["can_force"], reply["used_s"]
 
 
 def _put(cache: OrderedDict[str, T], grammar: str, value: T) -> None:

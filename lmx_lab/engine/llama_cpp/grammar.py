@@ -165,7 +165,8 @@ def read_token_table(header: GgufHeader) -> TokenTable:
     decode = decode_byte_level if is_byte_level else partial(replace_text, [(SPACE, " ")], True)
     control = {at for at, kind in enumerate(vocabulary.types) if kind == CONTROL} | set(ends)
     tokens = [name.encode() if at in control else decode(name) for at, name in enumerate(vocabulary.tokens)]
-    return TokenTable(tokens, sorted(control), ends)
+    # llama.cpp would add a space before each forced text of other vocabularies.
+    return TokenTable(tokens, sorted(control), ends, can_force=is_byte_level)
 
 
 def to_lark(grammar: str) -> str:

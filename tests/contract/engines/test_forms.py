@@ -105,6 +105,29 @@ async def test_patterns_and_grammars_are_enforced(model, form, pattern):
     assert len(texts) > 1
 
 
+async def test_keys_are_written_in_the_tokens_of_the_tokenizer(model, tiny, model_format):
+    named = {name: {"type": "boolean"} for name in ("setup", "conditions", "publication_year")}
+    form = AnswerFormat(
+        kind="json_schema", text=json.dumps({"type": "object", "properties": named, "required": [*named]})
+    )
+    answer = await run(model, answer_format=form, top_logprobs=0)
+    assert json.loads(answer.text).keys() == named.keys()
+    if model_format != "echo":
+        tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
+        known = [tokenizer.decode([token]) for name in named for token in tokenizer.encode(f'"{name}"').ids[1:-1]]
+        written = [entry.text for entry in answer.logprobs]
+        assert [text for text in written if text in known] == known
+
+
+@pytest.mark.parametrize("constant", ["x <|im_end|> y", "<|message|>", "long text " * 300])
+async def test_a_constant_may_be_long_or_spell_a_special_token(model, constant):
+    form = AnswerFormat(kind="json_schema", text=json.dumps({"const": constant}))
+    answer = await run(model, answer_format=form, max_tokens=400)
+    written = json.dumps(constant)
+    assert answer.text == written[: len(answer.text)]
+    assert answer.report.finish_reason == ("stop" if answer.text == written else "length")
+
+
 async def test_white_space_in_json_is_limited(model):
     # The bias makes white space the likeliest tokens.
     spaces = Sampling(temperature=0, logit_bias=tuple((token, 100.0) for token in (198, 216, 221, 256, 284)))

@@ -9,10 +9,10 @@ import random
 import pytest
 from llguidance import LLMatcher
 
-from lmx_lab.engine import AnswerFormat, ToolUse
+from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.echo.model import echo_vocabulary
 from lmx_lab.engine.grammar import worker
-from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
+from lmx_lab.engine.grammar.build import ReasoningSection, as_grammar, build_grammar, with_json_rules, without_forcing
 from lmx_lab.engine.grammar.schemas import close_objects
 from tests.engine.grammar.grammars import CALL, PERSON, TOOLS, Reading, grammar_for, schema
 from tests.support.asking import invalid
@@ -265,3 +265,53 @@ def test_a_grammar_whose_tokens_take_too_long_is_refused():
     matcher = worker.compile_grammar(worker.build_tokenizer(echo_vocabulary().token_table), PLAIN)
     assert worker.walk(matcher.deep_copy(), random.Random(0)) == ""
     assert "ms to check; simplify it" in worker.walk(matcher, random.Random(0), slowest_s=-1.0)
+
+
+# Tokens of determined text
+
+
+def holding(**properties):
+    return schema({"type": "object", "properties": properties, "required": [*properties]})
+
+
+def can_force(answer_format, tools=None):
+    grammar = grammar_for(answer_format, tools)
+    parts = map(as_grammar, json.loads(grammar)["grammars"][1:])
+    return ask([with_json_rules(each) for each in (without_forcing(grammar), *parts)])["can_force"]
+
+
+TEXT, SHORT, LONG = {"type": "string"}, {"const": "abc " * 300}, {"const": "abc " * 600}
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "expected"),
+    [
+        (schema(PERSON), True),
+        (schema({"type": "object"}), True),
+        (schema({"enum": [f"value number {at}" for at in range(300)]}), True),
+        (schema({**PERSON, "description": "Described. " * 300}), True),
+        (holding(text=TEXT, more=SHORT), True),
+        (AnswerFormat(kind="lark", text='start: "Name: " /[a-z]+/ "\\nAge: " /[0-9]{1,3}/'), True),
+        # Long where the answer begins, later, or in a property that it may leave out.
+        (schema(LONG), False),
+        (holding(text=TEXT, more=LONG), False),
+        (schema({"type": "object", "properties": {"text": TEXT, "more": LONG}}), False),
+        # Long because short constants follow each other.
+        (holding(text=TEXT, more=SHORT, most=SHORT), False),
+        (holding(text=TEXT, more={"type": "array", "items": {"const": "abc"}, "minItems": 400}), False),
+        (AnswerFormat(kind="regex", text="x[a-z]*:(ab){20000}"), False),
+        (AnswerFormat(kind="regex", text="x[a-z]*:((ab){100}){100}"), False),
+        # Texts of special tokens.
+        (holding(text=TEXT, more={"enum": ["<|message|>", "x"]}), False),
+        (AnswerFormat(kind="regex", text=r"a+[<]\|message\|>"), False),
+        (AnswerFormat(kind="lark", text=r'start: "\x3c|message|>"'), False),
+    ],
+)
+def test_tokens_are_forced_where_little_text_is_determined(answer_format, expected):
+    assert can_force(answer_format) is expected
+
+
+def test_long_constants_in_the_parameters_of_any_tool_are_found():
+    parameters = {"type": "object", "properties": {"a": SHORT, "b": SHORT}, "required": ["a", "b"]}
+    assert can_force(None, TOOLS)
+    assert not can_force(None, ToolUse(tools=(*TOOLS.tools, Tool(name="long", parameters=parameters))))

@@ -1,6 +1,8 @@
 """Masks over a real vocabulary, and budgets for reasoning tokens, without a model."""
 
 import json
+import unicodedata
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -42,6 +44,31 @@ def test_a_constant_may_be_long_or_spell_a_special_token(compiler, table, text):
         said += table.tokens[token]
         constraint.advance(token)
     assert json.loads(said) == text
+
+
+def test_what_the_grammar_determines_is_written_in_the_tokens_of_the_tokenizer(compiler, tokenizer):
+    keys = {"setup": {"const": "conditions"}, "publication_year": {"type": "null"}}
+    one_value = {"type": "object", "properties": keys, "required": [*keys], "additionalProperties": False}
+    (matcher,) = matchers_of(compiler, grammar_for(schema(one_value)))
+    constraint, tokens = Constraint(matcher, None), []
+    while not constraint.complete:
+        tokens.append(int(np.flatnonzero(constraint.mask(WIDTH))[-1]))
+        constraint.advance(tokens[-1])
+    written = [tokenizer.decode([token]) for token in tokens]
+    for word in ("setup", "conditions", "publication", "year"):
+        assert word in written
+    assert json.loads(tokenizer.decode(tokens)) == {"setup": "conditions", "publication_year": None}
+
+
+def test_text_that_the_tokenizer_would_change_is_forced_byte_by_byte(table):
+    normalizing = replace(table, encode=lambda text: table.encode(unicodedata.normalize("NFC", text)))
+    matcher = compile_grammar(build_tokenizer(normalizing), grammar_for(schema({"const": "cafe\u0301!"})))
+    constraint, written = Constraint(matcher, None), b""
+    while not constraint.complete and constraint.failure is None:
+        token = int(np.flatnonzero(constraint.mask(WIDTH))[-1])
+        written += table.tokens[token]
+        constraint.advance(token)
+    assert json.loads(written) == "cafe\u0301!"
 
 
 def test_a_token_outside_the_grammar_is_a_failure(compiler, tokenizer):

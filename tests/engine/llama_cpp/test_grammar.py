@@ -145,6 +145,13 @@ def test_the_token_table_has_the_bytes_of_tokens(tiny, tiny_gguf):
     assert len(words.tokens) == 49152
 
 
+@pytest.mark.parametrize(("vocabulary", "expected"), [("gpt2", True), ("llama", False)])
+def test_tokens_are_forced_only_in_byte_level_vocabularies(tiny_gguf, tmp_path, vocabulary, expected):
+    # In front of other texts, llama.cpp would write a space.
+    path = with_values(tiny_gguf, tmp_path / "other.gguf", {"tokenizer.ggml.model": vocabulary})
+    assert read_token_table(read_header(path, arrays=True)).can_force is expected
+
+
 def test_grammars_need_a_token_that_ends_answers(tiny_gguf, tmp_path):
     tokens = ["a", "b", "c"]
     path = with_values(
