@@ -208,17 +208,23 @@ RERANK_BODIES: tuple[dict[str, Any], ...] = (
     {"query": "a cat", "texts": PAIR, "return_text": True, "raw_scores": False},
 )
 CHAT = tuple(ValidRequest(method="POST", path="/v1/chat/completions", body=body) for body in CHAT_BODIES)
-COMPLETIONS = tuple(ValidRequest(method="POST", path="/v1/completions", body=body) for body in COMPLETION_BODIES)
+COMPLETIONS = (
+    *(ValidRequest(method="POST", path="/v1/completions", body=body) for body in COMPLETION_BODIES),
+    ValidRequest(method="POST", path="/completion", body={"prompt": "hello", "n_predict": 4, "n_probs": 2}),
+    ValidRequest(method="POST", path="/infill", body={"input_prefix": "a", "input_suffix": "b", "n_predict": 4}),
+)
 OLLAMA = (
     *(ValidRequest(method="POST", path=f"/api/{name}", body=body) for name, body in OLLAMA_BODIES),
     *(ValidRequest(method="GET", path=f"/api/{name}") for name in ("tags", "ps", "version")),
 )
 TOKENS = (
     *(ValidRequest(method="POST", path=f"/{name}", body=body) for name, body in TOKEN_BODIES),
-    *(ValidRequest(method="GET", path=path) for path in ("/props", "/health")),
+    *(ValidRequest(method="GET", path=path) for path in ("/props", "/health", "/slots", "/tokenizer_info")),
 )
 RESPONSES = (
     *(ValidRequest(method="POST", path="/v1/responses", body=body) for body in RESPONSES_BODIES),
+    ValidRequest(method="POST", path="/v1/responses/input_tokens", body=RESPONSES_BODIES[1]),
+    ValidRequest(method="POST", path="/v1/responses/compact", body={"model": MODEL, "input": RESPONSES_ITEMS}),
     ValidRequest(method="GET", path="/v1/responses/resp_1"),
     ValidRequest(method="GET", path="/v1/responses/resp_1/input_items?limit=3&order=asc&after=msg_1"),
     ValidRequest(method="POST", path="/v1/responses/resp_1/cancel"),
@@ -229,10 +235,17 @@ MESSAGES = (
     *(ValidRequest(method="POST", path="/v1/messages/count_tokens", body=body) for body in COUNT_BODIES),
 )
 EMBEDDINGS = tuple(ValidRequest(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES)
-RERANK = tuple(
-    ValidRequest(method="POST", path=path, body=body)
-    for path in ("/v1/rerank", "/v2/rerank", "/rerank")
-    for body in RERANK_BODIES
+SCORE_BODIES: tuple[dict[str, Any], ...] = (
+    {"model": "default", "text_1": "a cat", "text_2": PAIR, "truncate_prompt_tokens": 8},
+    {"queries": list(PAIR), "documents": list(PAIR), "use_activation": False},
+)
+RERANK = (
+    *(
+        ValidRequest(method="POST", path=path, body=body)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        for body in RERANK_BODIES
+    ),
+    *(ValidRequest(method="POST", path=path, body=body) for path in ("/v1/score", "/score") for body in SCORE_BODIES),
 )
 LOAD, UNLOAD, TRACE = "/admin/models/load", "/admin/models/unload", "/admin/trace"
 TRACES: tuple[dict[str, Any], ...] = (

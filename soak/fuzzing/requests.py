@@ -133,9 +133,11 @@ def http_case(chance: random.Random, valid_requests: Sequence[ValidRequest], mor
 
 
 def endless_case(chance: random.Random, valid_requests: Sequence[ValidRequest]) -> Case:
-    """Return a changed request for a stream without an end; the client leaves after sending it."""
-    case = http_case(chance, valid_requests, [])
-    return replace(case, whole=False, last=True, end=chance.choice(LEAVING))
+    """Return a changed request for a stream without an end; the client resets the connection after sending it.
+
+    To a client that only ends its own side, the stream would be sent for ever.
+    """
+    return replace(http_case(chance, valid_requests, []), whole=False, last=True, end="reset")
 
 
 def _frame(chance: random.Random, method: str, target: str, head: Headers, body: bytes) -> Case:

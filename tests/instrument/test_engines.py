@@ -130,7 +130,8 @@ def test_the_beginnings_of_an_answer_are_expanded(lab):
     branch = tree["2-2-2"]
     tokens = [*greedy.prompt_ids, *branch.ids]
     scored = lab.backend.portal.run(lab.backend.score(tokens, model=None, top=1))
-    assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=1e-3)
+    # llama.cpp rounds differently if it takes the beginning of a text from a cached prefix (measured: 0.004).
+    assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=0.01)
 
 
 def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab, tiny):

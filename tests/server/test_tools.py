@@ -164,7 +164,8 @@ def test_the_error_of_an_invalid_tool_or_choice_names_the_field(changes, param, 
     ],
 )
 def test_choices_in_the_spelling_of_other_services_are_read(choice, expected):
-    tools = tuple(Tool(name=name, parameters={"type": "object", "properties": {}}) for name in ("look", "see"))
+    empty = {"type": "object", "properties": {}}
+    tools = tuple(Tool(name=name, parameters=empty, strict=False) for name in ("look", "see"))
     assert use(tools=[function("look"), function("see")], tool_choice=choice) == ToolUse(tools=tools, **expected)
 
 
