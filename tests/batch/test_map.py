@@ -175,7 +175,8 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab):
     assert large["days"].tolist() == [pd.NA, 7]
     assert "64-bit" in large["error"][0]
     number = {**huge, "properties": {"days": {"type": "number", "maximum": 10**390}}}
-    assert "too large" in lab.map([f'{{"days":{10**390}}}'], "{text}", schema=number)["error"][0]
+    # A bound that is no float does not limit the value, but numbers have a limited number of digits.
+    assert lab.map([f'{{"days":{10**390}}}'], "{text}", schema=number)["days"].tolist() == [1e18]
     assert lab.map(["[1,2]"], "{text}", schema={"type": "array", "items": {"type": "integer"}})["value"][0] == [1, 2]
     assert "max_tokens" in lab.map([row], "{text}", schema=TRIP, max_tokens=3)["error"][0]
 

@@ -80,7 +80,7 @@ async def test_a_long_answer_is_paused_for_a_request_that_waits(impatient, model
             beside = await start(PLAIN) if beside.task.done() else beside
             # One client has both slots, so each of these requests of other clients gets its slot by a pause.
             at += 1
-            caller, prompt = Caller(client=f"192.0.2.{1 + at}"), numbers(5, start=100 * at)
+            caller, prompt = Caller(client=f"192.0.2.{1 + at}"), numbers(5, start=100 * (at % 400))
             _, short = await run(impatient, prompt=prompt, max_tokens=3, ignore_eos=True, caller=caller)
             assert short.output_tokens == 3
             # A paused answer gets its slot again before the next request takes it.
