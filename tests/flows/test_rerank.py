@@ -302,13 +302,16 @@ def test_lists_of_equal_length_are_pairs_in_their_order(http):
         ({"text_1": "a", "text_2": []}, "text_2"),
         ({"text_1": "a", "text_2": 5}, "text_2"),
         ({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-        ({"text_1": "a", "text_2": "b", "model": "nope"}, "nope"),
     ],
 )
 def test_invalid_pairs_are_refused(http, fields, problem):
     response = http.post("/v1/score", json={"model": MODEL, **fields})
-    assert response.status_code in (400, 404)
-    assert problem in response.json()["error"]["message"]
+    assert problem in error_of(response, 400, "invalid-request")["message"]
+
+
+def test_pairs_for_an_unknown_model_are_refused(http):
+    response = http.post("/v1/score", json={"text_1": "a", "text_2": "b", "model": "nope"})
+    assert "nope" in error_of(response, 404, "model-not-found")["message"]
 
 
 LONG = "salt " * 40_000
