@@ -438,7 +438,6 @@ class Backend(Protocol):
         model: str | None,
         top: int,
         start: int = 0,
-        distributions: bool = False,
         steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
@@ -446,7 +445,6 @@ class Backend(Protocol):
         Args:
             model: The model that must be loaded; None takes any.
             start: Position of the first token that is returned.
-            distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
             steer: Vectors that are added to the residual stream.
         """
 

@@ -129,6 +129,7 @@ SMALL_LINES = 200
 COMMAND = "a command, which is found by its name"
 LATER = "is imported when its command runs; completion and --help do not import what it needs"
 SUBJECTS = {
+    "engine.llama_cpp.worker": "a script that imports no other module of the package",
     "bench.http_stream": "a protocol: HTTP/1.1 responses with the time of each piece",
     **dict.fromkeys(("cli.chat", "cli.daemon", "cli.doctor", "cli.events", "cli.labs"), COMMAND),
     **dict.fromkeys(("cli.bench_tables", "cli.event_printer", "cli.server"), LATER),

@@ -215,8 +215,6 @@ class GenerationRequest:
     """Whether to report the log-probability of each prompt token, with ``top_logprobs`` alternatives."""
     score_from: int = 0
     """Position of the first prompt token whose score is needed; an engine may leave out those before it."""
-    score_distributions: bool = False
-    """Whether each score needs a rank and an entropy, even if the engine takes long to compute them."""
     share_prefix: bool = False
     """Whether requests of all callers may continue the cached prompt and answer."""
     timeout_s: float | None = None

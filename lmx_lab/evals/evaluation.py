@@ -352,7 +352,6 @@ class Evaluation:
             model=self.facts.model,
             top=ALTERNATIVES,
             start=len(prompt),
-            distributions=color == "entropy",
         )
         return TokenLens(scores, source="scoring", color=color)
 

@@ -250,11 +250,9 @@ class Branch(CanBranch):
             NotLoadedError: another model is loaded.
             InvalidRequestError: there are no log-probabilities, and the tokens cannot be scored.
         """
-        scored = self._scored
-        # llama.cpp computes entropies only if they are requested.
-        if scored is None or (color == "entropy" and any(token.entropy is None for token in scored)):
-            scored = self._scored = await lens_of(self._tree._backend, self.answer, color=color)
-        return scored.colored(color)
+        if self._scored is None:
+            self._scored = await lens_of(self._tree._backend, self.answer, color=color)
+        return self._scored.colored(color)
 
     lens = blocking(_lens)
 

@@ -147,6 +147,8 @@ class TokenLens(TokenTable):
         if color not in LIMITS:
             raise InvalidRequestError(f"color is {color!r:.80}; it must be one of {', '.join(LIMITS)}", param="color")
         super().__init__(tokens)
+        if source == "scoring" and color == "entropy" and all(token.entropy is None for token in self):
+            raise InvalidRequestError("an attached lab has neither ranks nor entropies; color by probability")
         self.source = source
         self.color: ColorBy = color
         self.parts: Sequence[Part] = list(parts) or ["text"] * len(self)
@@ -360,7 +362,6 @@ async def scored_lens(backend: Backend, answer: TokenAnswer, *, color: ColorBy =
         model=answer.model,
         top=ALTERNATIVES,
         start=len(answer.prompt_ids),
-        distributions=color == "entropy",
         steer=recorded_steering(answer.request),
     )
     return TokenLens(tokens, source="scoring", color=color, parts=parts_of(tokens, answer))

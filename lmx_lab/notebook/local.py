@@ -579,13 +579,10 @@ class LocalBackend:
         model: str | None,
         top: int,
         start: int = 0,
-        distributions: bool = False,
         steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
         inference = self._services.inference
-        return await inference.score(
-            tokens, model=model, top=top, start=start, distributions=distributions, steer=steer
-        )
+        return await inference.score(tokens, model=model, top=top, start=start, steer=steer)
 
     @property
     def _services(self) -> InferenceServer:

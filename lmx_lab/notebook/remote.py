@@ -385,11 +385,8 @@ class RemoteBackend:
         model: str | None,
         top: int,
         start: int = 0,
-        distributions: bool = False,
         steer: Sequence[SteeringVector] = (),
     ) -> Sequence[TokenLogprob]:
-        if distributions:
-            raise InvalidRequestError("an attached lab has neither ranks nor entropies; color by probability")
         fields = {"model": model or ANY_MODEL, "prompt": list(tokens), "echo": True, "logprobs": top, "max_tokens": 0}
         vectors = [{**asdict(each), "weights": each.weights or None} for each in steer]
         body = CompletionRequest.model_validate({**fields, "temperature": 0, "steer": vectors or None})

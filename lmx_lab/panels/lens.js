@@ -14,7 +14,7 @@ export default panel("Lens", ({ model, root, watch }) => {
 
   const color = h("select", { onchange: () => (paint(), showScore()) }, ...FIGURES.map((name) => h("option", {}, name)));
   const follow = h("input", { type: "checkbox", onchange: () => act("follow", { follows: follow.checked }) });
-  const score = h("button", { onclick: () => act("score", { distributions: color.value !== "probability" }) });
+  const score = h("button", { onclick: () => act("score") });
   const cancel = h("button", { onclick: () => act("cancel") }, "Cancel");
   const legend = h("span", { class: "legend" });
   const caption = h("p", { class: "dim grow", role: "status" });
@@ -47,13 +47,12 @@ export default panel("Lens", ({ model, root, watch }) => {
     legend.replaceChildren(...[...limits, limits.at(-1)].map((limit, at) =>
       h("span", { class: "step" + at }, sign[+(at === limits.length)] + limit)));
   };
-  // llama.cpp computes entropies and high ranks only on request, because that may take a second for each token.
+  // The log-probabilities of an answer of llama.cpp come without entropies and high ranks; scoring computes them.
   const showScore = () => {
     const { caption: line, scored } = get("answer");
     const missing = color.value !== "probability" && tokens().some((token) => value(token) === null);
     score.hidden = (scored && !missing) || !line || Boolean(get("busy"));
     set(score, missing ? "Compute the " + (color.value === "rank" ? "ranks" : "entropies") : "Score");
-    score.title = missing ? "This may take a second for each token." : "";
   };
   const branch = (token) => act("branch", { at: current, token });
   const row = ([shown, logprob, id], chosen) => {

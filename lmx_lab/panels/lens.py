@@ -13,7 +13,7 @@ from lmx_lab.backend import TokenAnswer
 from lmx_lab.errors import InvalidRequestError, ModelBusyError
 from lmx_lab.instrument import AnswerTree, Branch, TokenLens
 from lmx_lab.instrument.branches import continue_answer
-from lmx_lab.instrument.lens import LIMITS, ColorBy, known_lens, rank_of, scored_lens, visible_text
+from lmx_lab.instrument.lens import LIMITS, known_lens, rank_of, scored_lens, visible_text
 from lmx_lab.panels.panel import Panel, integer_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip, escape_text
@@ -118,20 +118,17 @@ class LensPanel(Panel):
             self.task.cancel()
 
     async def do_score(self, fields: Mapping[str, Any]) -> None:
-        """Start to score the tokens of the answer that is shown, with ``distributions`` also their entropies and ranks
-        on engines that take long to compute them."""
-        shown = self._idle()
-        color: ColorBy = "entropy" if fields.get("distributions") else "probability"
-        self._start("Scoring the tokens…", self._score(shown, color))
+        """Start to score the tokens of the answer that is shown."""
+        self._start("Scoring the tokens…", self._score(self._idle()))
 
     async def _score_automatically(self, branch: Branch) -> None:
         answer = branch.answer
         if not answer.tokens and len(answer.prompt_ids) + len(answer.ids) <= self._automatic_tokens:
             await self._score(branch)
 
-    async def _score(self, branch: Branch, color: ColorBy = "probability") -> None:
+    async def _score(self, branch: Branch) -> None:
         self.show(busy="Scoring the tokens…")
-        self._lenses[branch] = await scored_lens(self.workbench.backend, branch.answer, color=color)
+        self._lenses[branch] = await scored_lens(self.workbench.backend, branch.answer)
         if self._shown is branch:
             self._show(branch)
 

@@ -219,14 +219,12 @@ class InferenceService:
         model: str | None,
         top: int,
         start: int = 0,
-        distributions: bool = False,
         steer: Sequence[SteeringVector] = (),
     ) -> tuple[TokenLogprob, ...]:
         """Return the log-probability of each token after those before it, with ``top`` alternatives.
 
         Args:
             start: Position of the first token that is needed. The returned tokens begin there.
-            distributions: Whether entropies and high ranks are needed, even if the engine takes long to compute them.
             steer: Vectors that are added to the residual stream.
 
         Raises:
@@ -240,7 +238,6 @@ class InferenceService:
             top_logprobs=top,
             score_prompt=True,
             score_from=start,
-            score_distributions=distributions,
             steer=tuple(steer),
             caller=NOT_RECORDED,
         )

@@ -36,7 +36,9 @@ def test_scores_equal_the_log_probabilities_of_the_answer(lab):
     answered, tokens = reply.lens(), [*reply.prompt_ids, *reply.ids]
     scored = lab.backend.portal.run(lab.backend.score(tokens, model=None, top=3))[len(reply.prompt_ids) :]
     assert [token.token for token in scored] == list(reply.ids)
-    assert [token.logprob for token in scored] == pytest.approx([token.logprob for token in answered], abs=1e-4)
+    # llama.cpp computes the tokens of a prompt with other rounding than those of an answer.
+    rounding = 1e-4 if is_mlx(lab) else 0.01
+    assert [token.logprob for token in scored] == pytest.approx([token.logprob for token in answered], abs=rounding)
     for one, other in zip(scored, answered, strict=True):
         assert [token.token for token in one.top] == [token.token for token in other.top]
     reply = lab.chat("hello", max_tokens=6, temperature=0)
@@ -126,12 +128,12 @@ def test_the_beginnings_of_an_answer_are_expanded(lab):
     greedy = lab.chat("hello", max_tokens=8, temperature=0, ignore_eos=True)
     assert tree.root.ids == greedy.ids
     assert len({branch.ids[:3] for branch in tree}) == 8
-    # One of them, because llama.cpp takes seconds to score the special tokens of a prompt.
-    branch = tree["2-2-2"]
-    tokens = [*greedy.prompt_ids, *branch.ids]
-    scored = lab.backend.portal.run(lab.backend.score(tokens, model=None, top=1))
-    # llama.cpp rounds differently if it takes the beginning of a text from a cached prefix (measured: 0.004).
-    assert branch.logprob == pytest.approx(sum(token.logprob or 0 for token in scored[-8:]), abs=0.01)
+    for branch in tree:
+        tokens = [*greedy.prompt_ids, *branch.ids]
+        scored = lab.backend.portal.run(lab.backend.score(tokens, model=None, top=1))[-8:]
+        # llama.cpp computes the tokens of a prompt with other rounding than those of an answer.
+        rounding = 1e-3 if is_mlx(lab) else 0.1
+        assert branch.logprob == pytest.approx(sum(token.logprob for token in scored), abs=rounding)
 
 
 def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab, tiny):
@@ -152,12 +154,14 @@ def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab, tiny):
         assert token.rank == 1
 
 
-def test_the_lens_panel_computes_entropies_on_request(lab):
+def test_the_lens_panel_has_entropies_and_scores_log_probabilities_without_them_again(lab):
     lab.chat("hello", max_tokens=3, temperature=0, ignore_eos=True)
     reader = Reader(LensPanel(lab.workbench))
-    reader.until(lambda panel: panel.answer.get("scored") and not panel.busy)
+    reader.until(lambda panel: panel.answer.get("scored") and has_entropies(panel) and not panel.busy)
+    lab.chat("hello", max_tokens=5, temperature=0, ignore_eos=True, logprobs=1)
+    reader.until(lambda panel: len(panel.answer["tokens"]) == 5 and not panel.busy)
     assert has_entropies(reader.panel) == is_mlx(lab)
-    reader.ask("score", distributions=True)
+    reader.ask("score")
     reader.until(lambda panel: has_entropies(panel) and not panel.busy)
 
 

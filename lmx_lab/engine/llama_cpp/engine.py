@@ -29,6 +29,7 @@ from lmx_lab.engine.llama_cpp.process import (
     llama_environ,
     require_installed,
 )
+from lmx_lab.engine.llama_cpp.scoring import LlamaScorer
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
 from lmx_lab.engine.llama_cpp.tokenizer import GgufTokenizer, LlamaTokenizer
 from lmx_lab.engine.memory import default_threads, prefix_cache_bytes, total_bytes
@@ -92,7 +93,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
 
     Args:
         slot_files: Keeps the slots of a chat model on disk; None if that is off.
-        uses_drafts: Whether llama.cpp drafts tokens, with a draft model or by prompt lookup.
+        fields: The parameters of the process, see ``CommonParams``.
         pair_overhead_tokens: Number of tokens that llama.cpp adds to those of a query and a document.
     """
 
@@ -104,23 +105,26 @@ class LlamaModel(LoadedModel[AnswerReader]):
         *,
         tokenizer: LlamaTokenizer,
         plan: ContextPlan,
+        fields: Mapping[str, Any],
         slot_files: SlotFiles | None,
         state_bytes: int,
-        uses_drafts: bool,
         batch_invariant: bool,
         dimensions: int | None,
         pair_overhead_tokens: int,
     ) -> None:
-        entry, self._process, self._slots = tokenizer.entry, tokenizer.process, None
+        entry, self._process = tokenizer.entry, tokenizer.process
+        self._slots = self._scorer = None
         if entry.kind == "chat":
+            self._scorer = LlamaScorer(tokenizer, plan, fields, host.budget)
             self._slots = LlamaSlots(
                 tokenizer,
                 plan,
+                scorer=self._scorer,
                 turns=host.turns,
                 slot_files=slot_files,
                 state_bytes=state_bytes,
                 reserve_bytes=settings.disk_reserve_bytes,
-                uses_drafts=uses_drafts,
+                uses_drafts="speculative_type" in fields,
             )
         fingerprint = f"llama.cpp-{version(PACKAGE)}"
         if entry.copy is not None:
@@ -147,7 +151,6 @@ class LlamaModel(LoadedModel[AnswerReader]):
         self._pair_overhead_tokens = pair_overhead_tokens
         self._memory_bytes = self._process.memory_bytes
         host.budget.add_process(self._used_bytes)
-        """When texts last arrived or were computed (``time.perf_counter``)."""
         self._encoding = asyncio.Lock()
         """Locked while one slice of texts is computed."""
         self._watching: asyncio.Task[None] | None = asyncio.create_task(
@@ -159,10 +162,10 @@ class LlamaModel(LoadedModel[AnswerReader]):
     @property
     def memory_bytes(self) -> int:
         """See ``LoadedModel``."""
-        return self._memory_bytes
+        return self._used_bytes()
 
     def _used_bytes(self) -> int:
-        return self._memory_bytes
+        return self._memory_bytes + (self._scorer.memory_bytes if self._scorer is not None else 0)
 
     @property
     def totals(self) -> TokenTotals:
@@ -438,9 +441,9 @@ class LlamaCppEngine:
                 self._host,
                 tokenizer=tokenizer,
                 plan=plan,
+                fields=fields,
                 slot_files=_open_slot_files(tokenizer, fields, settings),
                 state_bytes=state_bytes,
-                uses_drafts="speculative_type" in fields,
                 batch_invariant=spec.deterministic or (is_batch_invariant(header) and quantizes_cache),
                 dimensions=int(known["meta"]["n_embd"]) if entry.kind != "chat" else None,
                 pair_overhead_tokens=overhead_tokens,

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ MAX_FOLDER_LENGTH = 70
 """Maximum length of the path of a folder for sockets, in characters."""
 MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**24)}
 """Settings of glibc with which the process returns the memory of long texts."""
+MAX_ANSWER_BYTES = 2**26
+"""Maximum length of a line of standard output."""
 READY = b'{"ready"'
 MAX_LINES, MAX_LINE_BYTES = 200, 2000
 """Number of lines of standard error that are kept, and their maximum length."""
@@ -132,10 +134,12 @@ class LlamaProcess:
         environ: Mapping[str, str],
         max_bytes: int,
         free_bytes: Callable[[], int] = free_bytes,
+        program: Sequence[str] = (str(SCRIPT),),
     ) -> LlamaProcess:
         """Start a process and load a model in it; return the process when it answers requests.
 
         Args:
+            program: The script of the process, or ``-m`` and the name of a module.
             fields: Fields of ``CommonParams``, by name.
             environ: Variables to add to the environment.
             free_bytes: Returns how much memory the machine still has. A load is ended if other programs take it.
@@ -159,11 +163,11 @@ class LlamaProcess:
             ) from exc
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", str(SCRIPT), str(folder), str(os.getpid()),
+                sys.executable, "-P", *program, str(folder), str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 env=without_secrets(os.environ) | dict(environ),
                 # Ctrl-C in a terminal must not reach the new process, which ends when its input is closed.
-                start_new_session=True,
+                start_new_session=True, limit=MAX_ANSWER_BYTES,
             )  # fmt: skip
         except BaseException as exc:
             shutil.rmtree(folder, ignore_errors=True)
@@ -179,19 +183,16 @@ class LlamaProcess:
         return started
 
     async def _load(self, path: Path, fields: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
         parameters = {
-            "fields": {"model.path": str(path), "slot_save_path": f"{self.folder}{os.sep}", **fields},
+            "fields": {"model.path": str(path), **fields},
             "api_key": self.api_key,
             "socket": self.socket,
             "data_bytes": self._max_bytes + STACK_BYTES,
         }
-        with contextlib.suppress(ConnectionError):  # the process has already ended; the reason is read below
-            self._process.stdin.write(json.dumps(parameters).encode() + b"\n")
-            await self._process.stdin.drain()
         # There is no timeout here, because the caller cancels a load that takes too long.
         ready = False
+        await self.send(parameters)
         while not ready and (line := await self._process.stdout.readline()):
             ready = line.startswith(READY)
         # A short load may end between two measurements of its memory.
@@ -208,6 +209,19 @@ class LlamaProcess:
                     f"{path} does not fit in memory: {reason}; choose a smaller or more quantized model, or fewer slots"
                 )
             raise UnusableModelError(f"{path} cannot be loaded by llama.cpp: {reason}", param="model")
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        """Write a line to the standard input of the process, unless the process has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            await self._process.stdin.drain()
+
+    async def receive(self) -> Any:
+        """Return the next line of the standard output of the process; None if the process has ended."""
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
 
     async def _limit_memory(self) -> None:
         """End the process when it exceeds its memory limit."""

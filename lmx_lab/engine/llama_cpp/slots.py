@@ -25,7 +25,7 @@ from lmx_lab.engine.llama_cpp.completion import (
 from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan
 from lmx_lab.engine.llama_cpp.process import explained_end
-from lmx_lab.engine.llama_cpp.scoring import score_prompt
+from lmx_lab.engine.llama_cpp.scoring import LlamaScorer
 from lmx_lab.engine.llama_cpp.slot_states import SlotStates
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.scheduler import Turns, Verdict
@@ -53,6 +53,7 @@ class LlamaSlots:
         tokenizer: LlamaTokenizer,
         plan: ContextPlan,
         *,
+        scorer: LlamaScorer,
         turns: Turns,
         slot_files: SlotFiles | None,
         uses_drafts: bool,
@@ -63,6 +64,7 @@ class LlamaSlots:
         self._process = tokenizer.process
         self._connection = tokenizer.connection
         self._plan = plan
+        self._scorer = scorer
         self._slot_files = slot_files
         self._uses_drafts = uses_drafts
         self._loop = asyncio.get_running_loop()
@@ -98,6 +100,7 @@ class LlamaSlots:
         self.answers.deliver()
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()))
+        await self._scorer.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -219,14 +222,11 @@ class LlamaSlots:
             self.answers.post(generation, PromptProgress(done=done, total=len(prompt)))
             self.answers.deliver()
 
-        slot = await self._states.take(generation, prompt)
-        scores = await score_prompt(
-            self._tokenizer,
+        scores = await self._scorer.score(
             prompt,
-            slot=slot.id,
+            scope=request.scope,
             top=request.top_logprobs or 0,
             start=request.score_from,
-            distributions=request.score_distributions,
             progress=progress,
         )
         has_ended = self.answers.scored(generation, scores, time.perf_counter())

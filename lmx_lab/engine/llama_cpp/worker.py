@@ -23,19 +23,19 @@ import traceback
 def main() -> None:
     """Run the server until its input or its parent process ends."""
     folder, parent = sys.argv[1], int(sys.argv[2])
-    threading.Thread(target=_exit_with_parent, args=(parent, folder), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(parent, folder), daemon=True).start()
     code = 1
     try:
-        code = _serve()
+        code = _serve(folder)
     except Exception:
         # For example if the parent process has ended before it sent the parameters.
         traceback.print_exc()
     finally:
-        _exit(folder, code)
+        exit_with(folder, code)
 
 
-def _serve() -> int:
-    """Load the model and answer until the input ends; return the exit status."""
+def _serve(folder: str) -> int:
+    """Load the model and answer until the input ends; return the exit status. Slots are saved in the folder."""
     parameters = json.loads(sys.stdin.readline())
     data_bytes = parameters["data_bytes"]
     # Mapped files are not counted. macOS does not enforce this limit. A container may have set a lower one.
@@ -45,6 +45,7 @@ def _serve() -> int:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
+    params.slot_save_path = f"{folder}{os.sep}"
     if (pooling := parameters["fields"].pop("pooling_type", None)) is not None:
         params.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{pooling}")
     if (speculative := parameters["fields"].pop("speculative_type", None)) is not None:
@@ -66,18 +67,19 @@ def _serve() -> int:
     return 0
 
 
-def _exit(folder: str, code: int = 0) -> None:
+def exit_with(folder: str, code: int) -> None:
+    """Remove the folder and end this process."""
     # Removed here, because a parent process that was killed cannot do it.
     shutil.rmtree(folder, ignore_errors=True)
     # A regular shutdown takes longer and releases nothing more.
     os._exit(code)
 
 
-def _exit_with_parent(parent: int, folder: str) -> None:
+def exit_with_parent(parent: int, folder: str) -> None:
     """End this process when its parent has ended. Standard input stays open while a fork of the parent is running."""
     while os.getppid() == parent:
         time.sleep(1)
-    _exit(folder)
+    exit_with(folder, 0)
 
 
 if __name__ == "__main__":

@@ -447,3 +447,38 @@ async def test_a_prompt_is_scored_before_the_first_token(model):
     assert all(entry.logprob is not None and entry.logprob < 0 for entry in scores[1:])
     assert all(len(entry.top) == 2 for entry in scores[1:])
     await stream.aclose()
+
+
+async def test_scores_are_the_same_wherever_they_begin_and_whatever_came_before(model):
+    prompt, other = numbers(400), numbers(400, start=9)
+    mixed = TokenPrompt(tokens=(*prompt.tokens[:300], *other.tokens[:60]))
+    whole = await scores_of(model, prompt)
+    for start in (0, 1, 2, 129, 250, 398, 399):
+        part = await scores_of(model, prompt, score_from=start)
+        first = max(1, start)
+        assert part[first:] == pytest.approx(whole[first:], abs=1e-4)
+    await scores_of(model, mixed)
+    assert await scores_of(model, prompt) == pytest.approx(whole, abs=1e-4)
+    both = await asyncio.gather(scores_of(model, mixed), scores_of(model, prompt))
+    assert both[1] == pytest.approx(whole, abs=1e-4)
+    assert await scores_of(model, TokenPrompt(tokens=prompt.tokens[:1])) == [0.0]
+
+
+async def test_a_scored_prompt_that_is_cancelled_leaves_nothing_behind(model):
+    prompt = numbers(400)
+    whole = await scores_of(model, prompt)
+    for _ in range(3):
+        stream = await model.submit(request(prompt=prompt, score_prompt=True, top_logprobs=0, max_tokens=0))
+        await stream.aclose()
+    assert await scores_of(model, prompt) == pytest.approx(whole, abs=1e-4)
+
+
+async def scores_of(model, prompt, **changes):
+    """The log-probabilities of a prompt, with 0 for those that are not scored."""
+    asked = {"prompt": prompt, "score_prompt": True, "top_logprobs": 1, "max_tokens": 0, **changes}
+    stream = await model.submit(request(**asked))
+    await finish(stream)
+    scores = stream.prompt_scores.tokens
+    assert [entry.token for entry in scores] == list(prompt.tokens)
+    assert all(entry.rank and entry.entropy >= 0 for entry in scores if entry.logprob is not None)
+    return [entry.logprob or 0.0 for entry in scores]
