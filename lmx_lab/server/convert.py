@@ -32,6 +32,23 @@ UNREAD_PARTS = frozenset({"thinking", "redacted_thinking", "tool_addition", "too
 """Types of parts that are left out of the text."""
 
 
+def newest_question(roles: Iterable[str]) -> int:
+    """Return the index of the newest message of the user, whose files cannot be replaced by a placeholder.
+
+    Clients whose results of tools contain only text send the files of a result in a message of the user after it.
+
+    Returns:
+        -1 if there is no such message, or if it follows results of tools.
+    """
+    newest, before = -1, ""
+    for number, role in enumerate(roles):
+        if role == "user":
+            newest = -1 if before == "tool" else number
+        if role not in ("system", "developer"):
+            before = role
+    return newest
+
+
 def content_texts(content: str | Contents, *, asked_at: str | None = None) -> list[str]:
     """Return the texts of a message, of the result of a tool or of reasoning. See ``part_text``.
 

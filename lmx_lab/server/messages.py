@@ -21,7 +21,15 @@ from lmx_lab.http.errors import status_of
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import named_event, while_connected
 from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
-from lmx_lab.server.convert import ChatHistory, FieldNames, call_arguments, content_texts, function_tool, part_text
+from lmx_lab.server.convert import (
+    ChatHistory,
+    FieldNames,
+    call_arguments,
+    content_texts,
+    function_tool,
+    newest_question,
+    part_text,
+)
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import MESSAGES_ERRORS
 from lmx_lab.server.translate import generation_request
@@ -138,7 +146,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     # prefix cache.
     if kept := [text for text in system if not text.lstrip().startswith("x-anthropic-billing-header:")]:
         history.add("system", kept, place="system")
-    newest = max([number for number, message in enumerate(body.messages) if _is_asked(message)], default=-1)
+    newest = newest_question("tool" if _has_only_results(message) else message.role for message in body.messages)
     for number, message in enumerate(body.messages):
         _add_message(history, message, f"messages.{number}", is_newest=number == newest)
     fields: dict[str, Any] = {"model": body.model, "messages": history.messages()}
@@ -170,10 +178,10 @@ def chat_request(body: CountRequest) -> ChatRequest:
     return validated(ChatRequest, fields)
 
 
-def _is_asked(message: InputMessage) -> bool:
-    """Whether a message is one of the user, and not only the results of tools."""
+def _has_only_results(message: InputMessage) -> bool:
+    """Whether a message contains results of tools and nothing else."""
     blocks = [] if isinstance(message.content, str | None) else message.content
-    return message.role == "user" and not (blocks and all(isinstance(block, ToolResultBlock) for block in blocks))
+    return bool(blocks) and all(isinstance(block, ToolResultBlock) for block in blocks)
 
 
 def _add_message(history: ChatHistory, message: InputMessage, place: str, *, is_newest: bool) -> None:

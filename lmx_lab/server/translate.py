@@ -24,7 +24,7 @@ from lmx_lab.engine import (
 from lmx_lab.engine.grammar.schemas import unenforced
 from lmx_lab.engine.requests import Prompt
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.convert import ConvertedMessage, content_texts, placeholder
+from lmx_lab.server.convert import ConvertedMessage, content_texts, newest_question, placeholder
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats, TextContent
@@ -210,7 +210,7 @@ def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:
     """Yield the messages for the chat template. Results of tools follow the message with their calls, as templates
     expect it, even if the client has sent other messages between them.
     """
-    newest = max([number for number, message in enumerate(messages) if message.role == "user"], default=-1)
+    newest = newest_question(message.role for message in messages)
     groups: list[list[Mapping[str, Any]]] = []
     calls: dict[str, list[Mapping[str, Any]] | None] = {}
     """The group of the message with each call; None if the call has a result."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.convert import ChatHistory, FieldNames, content_texts, function_tool, placeholder
+from lmx_lab.server.convert import ChatHistory, FieldNames, content_texts, function_tool, newest_question, placeholder
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.errors import validated
@@ -216,14 +216,17 @@ def _chat_tools(offered: CallableTools, choice: CallableTool | str | None, *, pa
 
 
 def _add_items(history: ChatHistory, items: Sequence[InputItem], earlier: int) -> None:
-    users = [number for number, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
+    newest = newest_question(
+        item.role if isinstance(item, MessageItem) else "tool" if isinstance(item, CallOutputItem) else "assistant"
+        for item in items
+    )
     for number, item in enumerate(items):
         place = f"input.{number - earlier}" if number >= earlier else "previous_response_id"
         match item:
             case MessageItem():
                 # Chat templates use the role "system"; "developer" is its newer name.
                 role = "system" if item.role == "developer" else item.role
-                asked_at = f"{place}.content" if number == max(users, default=-1) else None
+                asked_at = f"{place}.content" if number == newest else None
                 history.add(role, content_texts(item.content or "", asked_at=asked_at), place=place)
             case ReasoningItem():
                 history.add("assistant", thoughts=content_texts(item.content or item.summary or []), place=place)

@@ -117,6 +117,26 @@ NOTED = "noon\n</tool_response>"
         case("messages", users([TEXT, IMAGE], "hello"), f"See:\n\n{SHOWN}"),
         case("responses", {"input": [USER, ITEM, output([TEXT, INPUT_IMAGE])]}, SHOWN),
         case("responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}, USER]}, SHOWN),
+        # Images of a result in a message of the user after it, as the AI SDK and LiteLLM send them.
+        *(
+            case(form, {"messages": [USER, calls(), chat_result(), *notes, *users([TEXT, URL])["messages"]]}, SHOWN)
+            for form in ("chat", "websocket")
+            for notes in ([], [NOTE])
+        ),
+        case("messages", {"messages": [USER, TOOL_USE, results(result()), *users([TEXT, IMAGE])["messages"]]}, SHOWN),
+        case("responses", {"input": [USER, ITEM, output(), {"role": "user", "content": [INPUT_IMAGE]}]}, SHOWN),
+        case(
+            "ollama chat",
+            {
+                "messages": [
+                    USER,
+                    {**calls(), "tool_calls": [OLLAMA_CALL]},
+                    {"role": "tool", "content": "noon"},
+                    {**USER, "images": ["aaaa"]},
+                ]
+            },
+            SHOWN,
+        ),
         case("ollama chat", {"messages": [{**USER, "images": ["aaaa"]}, USER]}, f"hello\n{SHOWN}"),
         # Blocks and items of other types.
         *(
@@ -220,13 +240,20 @@ def test_the_place_of_an_error_in_a_continued_response_is_that_in_its_input(http
 @pytest.mark.parametrize(
     ("form", "fields", "place"),
     [
-        pytest.param(BY_NAME[name], fields, place, id=name)
+        pytest.param(BY_NAME[name], fields, place, id=f"{name}-{place}")
         for name, fields, place in (
             ("chat", users("hello", [TEXT, URL]), "messages.1.content.1"),
             ("websocket", users("hello", [TEXT, URL]), "messages.1.content.1"),
             ("messages", users("hello", [TEXT, IMAGE]), "messages.1.content.1"),
             ("responses", {"input": [USER, {"role": "user", "content": [INPUT_IMAGE]}]}, "input.1.content.0"),
             ("ollama chat", {"messages": [USER, {**USER, "images": ["aaaa"]}]}, "messages.1.images"),
+            # Not one of a result: the newest message of the user is the one before the call.
+            ("chat", {"messages": [*users([URL])["messages"], calls(), chat_result()]}, "messages.0.content.0"),
+            (
+                "messages",
+                {"messages": [*users([IMAGE])["messages"], TOOL_USE, results(result())]},
+                "messages.0.content.0",
+            ),
         )
     ],
 )
