@@ -129,7 +129,7 @@ gallery: setup
 clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
 	RECORD=$(RECORD) $(BIN)/python -m tests.other_clients.try_clients $(CLIENTS) $(AIDER) $$(test -f $(AGENTS_STAMP) && echo $(AGENTS))
 	@if [ -f $(AGENTS_STAMP) ]; then $(BIN)/python -m tests.other_clients.try_agents $(AGENTS); \
-	  else echo "Codex CLI, Claude Code and the AI SDK are not run, because npm is not installed"; fi
+	  else echo "Claude Code, Codex CLI, opencode and the AI SDK are not run, because npm is not installed"; fi
 
 $(CLIENTS_STAMP): $(CONSTRAINTS)/clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)

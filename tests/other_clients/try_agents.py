@@ -2,12 +2,14 @@
 
 ``python -m tests.other_clients.try_agents FOLDER`` starts the echo engine with a script, and each agent of
 ``docs/clients.md`` from ``FOLDER/node_modules``, configured as the page shows. The agent has to fix a planted bug
-through tool calls, and to continue the session in another process, whose prompt must be in the prefix cache. The exit
-status is 1 if one of them does not.
+through tool calls, and to continue the session in another process, whose prompt must be in the prefix cache. Then it
+has to call a tool of an MCP server by a name of 100 characters, and to return a picture as the result of another tool.
+The exit status is 1 if one of them does not.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -15,19 +17,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.other_clients.clients_page import section
+from tests.other_clients.picture_server import PICTURE
 from tests.support.commands import Serving, request
 
 ADDRESS = "127.0.0.1:8400"
 BUG, FIXED = "result -= price", "result += price"
 PROGRAM = f"def total(prices):\n    result = 0\n    for price in prices:\n        {BUG}\n    return result\n"
-FIRST, SECOND = "Fix the bug in prices.py.", "Is anything else wrong?"
+FIRST, SECOND, THIRD = "Fix the bug in prices.py.", "Is anything else wrong?", "Describe picture.png."
 ENDS = ("The total is now a sum.", "Nothing else is wrong.")
-"""The last answer of each session."""
+"""The last answers of the first two sessions. In the third one, the engine repeats the result of the last tool."""
+PICTURE_SERVER = Path(__file__).with_name("picture_server.py")
+SHOWN = "[image, not shown to this model]"
+NAME_CHARACTERS = 100
+"""Length of the MCP tool's name in requests."""
 LEAST_CACHED = 0.95
 """Part of the second session's prompt that must be in the prefix cache."""
 COUNTERS = ("prompt_tokens", "cached_tokens")
@@ -45,19 +52,43 @@ class Agent:
     """Returns the call that reads a file."""
     edit_file: Callable[[Path], dict[str, Any]]
     """Returns the call that fixes the bug in a file."""
+    view_picture: Callable[[Path], dict[str, Any]]
+    """Returns the call that reads a picture."""
+    tool_prefix: str | None = "mcp__pictures__"
+    """What the agent inserts before the names of the tools of the MCP server ``pictures``; None if it does not offer
+    them.
+    """
     first: Sequence[str]
     """Command that starts a session; the prompt is appended."""
     second: Sequence[str]
     """Command that continues the last session."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Variables besides those of the page."""
+
+    @property
+    def painter(self) -> str:
+        """Name of the MCP server's tool, without the prefix."""
+        return "paint_".ljust(NAME_CHARACTERS - len(self.tool_prefix or ""), "x")
 
 
 def shell_call(command: str) -> dict[str, Any]:
     return {"name": "exec_command", "arguments": {"cmd": command}}
 
 
+def view_image(file: Path) -> dict[str, Any]:
+    return {"name": "view_image", "arguments": {"path": str(file)}}
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    return {"name": "read", "arguments": {"filePath": str(file)}}
+
+
 CODEX = ("codex", "exec")
 CODEX_OPTIONS = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 KNOWN_MODEL = ("-c", 'model="gpt-5.5"')
+OPENCODE = ("opencode", "run", "--title", "Prices")
+ALLOWED = "Read,Edit,mcp__pictures"
+WITH_IMAGES = {"provider": {"lab": {"models": {"default": {"modalities": {"input": ["text", "image"]}}}}}}
 PATCH = f"*** Begin Patch\n*** Update File: {{name}}\n@@\n-        {BUG}\n+        {FIXED}\n*** End Patch\n"
 AGENTS = (
     Agent(
@@ -65,15 +96,18 @@ AGENTS = (
         package="@openai/codex",
         read_file=lambda file: shell_call(f"cat {file.name}"),
         edit_file=lambda file: shell_call(f"sed -i 's/{BUG}/{FIXED}/' {file.name} && cat {file.name}"),
+        view_picture=view_image,
         first=(*CODEX, *CODEX_OPTIONS),
         second=(*CODEX, "resume", "--last", *CODEX_OPTIONS),
     ),
-    # A model that it knows gets the custom tool apply_patch.
+    # A model that it knows gets the custom tool apply_patch, and must search for the tools of MCP servers.
     Agent(
         title="Codex CLI",
         package="@openai/codex",
         read_file=lambda file: shell_call(f"cat {file.name}"),
         edit_file=lambda file: {"name": "apply_patch", "arguments": {"input": PATCH.format(name=file.name)}},
+        view_picture=view_image,
+        tool_prefix=None,
         first=(*CODEX, *KNOWN_MODEL, *CODEX_OPTIONS),
         second=(*CODEX, "resume", "--last", *KNOWN_MODEL, *CODEX_OPTIONS),
     ),
@@ -85,8 +119,24 @@ AGENTS = (
             "name": "Edit",
             "arguments": {"file_path": str(file), "old_string": BUG, "new_string": FIXED},
         },
-        first=("claude", "--allowedTools", "Read,Edit", "-p"),
-        second=("claude", "--allowedTools", "Read,Edit", "--continue", "-p"),
+        view_picture=lambda file: {"name": "Read", "arguments": {"file_path": str(file)}},
+        first=("claude", "--allowedTools", ALLOWED, "-p"),
+        second=("claude", "--allowedTools", ALLOWED, "--continue", "-p"),
+    ),
+    # Without these modalities, opencode would tell the model that it cannot read pictures.
+    Agent(
+        title="opencode",
+        package="opencode-ai",
+        read_file=read_file,
+        edit_file=lambda file: {
+            "name": "edit",
+            "arguments": {"filePath": str(file), "oldString": BUG, "newString": FIXED},
+        },
+        view_picture=read_file,
+        tool_prefix="pictures_",
+        first=OPENCODE,
+        second=(*OPENCODE, "--continue"),
+        environ={"OPENCODE_CONFIG_CONTENT": json.dumps(WITH_IMAGES), "OPENCODE_DISABLE_MODELS_FETCH": "1"},
     ),
 )
 
@@ -102,35 +152,48 @@ def main(folder: Path) -> int:
             problem, report = try_agent(agent, Path(place), modules / ".bin")
         print(f"\n--- {agent.title} {version}: {problem or 'works'}\n{report}", flush=True)
         failed += bool(problem)
-    print(f"{len(AGENTS) - failed} of {len(AGENTS)} agents fixed the bug")
+    print(f"{len(AGENTS) - failed} of {len(AGENTS)} agents work")
     return int(failed > 0)
 
 
 def try_agent(agent: Agent, place: Path, programs: Path) -> tuple[str, str]:
-    """Run two sessions of an agent; return what is wrong, or "", and a report."""
+    """Run three sessions of an agent; return what is wrong, or "", and a report."""
     project, home = place / "project", place / "home"
     project.mkdir()
     home.mkdir()
-    file = project / "prices.py"
+    file, picture, calls = project / "prices.py", project / "picture.png", place / "calls.txt"
     file.write_text(PROGRAM)
-    calls = [
+    picture.write_bytes(base64.b64decode(PICTURE))
+    calls.touch()
+    answers: list[Any] = [
         {"reasoning": "I read the file first.", "tool_calls": [agent.read_file(file)]},
         {"text": "The sign is wrong.", "tool_calls": [agent.edit_file(file)]},
+        *ENDS,
     ]
+    if agent.tool_prefix is not None:
+        painting = {"name": agent.tool_prefix + agent.painter, "arguments": {"title": "sea"}}
+        answers.append({"tool_calls": [painting]})
+    answers.append({"tool_calls": [agent.view_picture(picture)]})
     script = place / "script.json"
-    script.write_text(json.dumps([*calls, *ENDS]))
+    script.write_text(json.dumps(answers))
     os.environ["LMX_LAB_ECHO_SCRIPT"] = str(script)
     server = Serving(home, "--model", "echo", "--context-length", "200000", "--any-model", "--port", "0")
     try:
-        environ = configure(agent, home, programs, {ADDRESS: f"127.0.0.1:{server.port}"})
-        outputs = [run(agent.first, FIRST, project, environ)]
+        environ = configure(agent, home, programs, {ADDRESS: f"127.0.0.1:{server.port}"}) | agent.environ
+        painter = (sys.executable, str(PICTURE_SERVER), agent.painter, str(calls))
+        run((agent.first[0], "mcp", "add", "pictures", "--", *painter), project, environ)
+        outputs = [run((*agent.first, FIRST), project, environ)]
         before = prompt_tokens(server.port)
-        outputs.append(run(agent.second, SECOND, project, environ))
+        outputs.append(run((*agent.second, SECOND), project, environ))
         total, cached = (now - then for now, then in zip(prompt_tokens(server.port), before, strict=True))
+        outputs.append(run((*agent.second, THIRD), project, environ))
     finally:
         server.close()
     problems = [] if FIXED in file.read_text() else ["did not fix the bug"]
-    problems += [f"did not print {end!r}" for end, output in zip(ENDS, outputs, strict=True) if end not in output]
+    expected = zip((*ENDS, SHOWN), outputs, strict=True)
+    problems += [f"did not print {end!r}" for end, output in expected if end not in output]
+    called = [] if agent.tool_prefix is None else [agent.painter]
+    problems += [] if calls.read_text().split() == called else ["did not call the tool of the MCP server"]
     problems += [] if total and cached >= LEAST_CACHED * total else ["computed a prompt again"]
     share = f"{cached / total:.1%} of the second session's {total:,.0f} prompt tokens were cached" if total else ""
     return "; ".join(problems), share if not problems else "\n".join([share, *outputs])
@@ -152,9 +215,9 @@ def configure(agent: Agent, home: Path, programs: Path, addresses: Mapping[str, 
     return environ
 
 
-def run(command: Sequence[str], prompt: str, project: Path, environ: Mapping[str, str]) -> str:
+def run(command: Sequence[str], project: Path, environ: Mapping[str, str]) -> str:
     done = subprocess.run(
-        [*command, prompt],
+        command,
         cwd=project,
         env=dict(environ),
         stdin=subprocess.DEVNULL,
