@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 
@@ -26,7 +26,7 @@ from lmx_lab.server.translate import (
     timings,
     usage,
 )
-from lmx_lab.values.outputs import Delta, GenerationReport, merge_tool_calls
+from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, merge_tool_calls
 from lmx_lab.wire.chat import AnswerMessage, ChatChunk, ChatCompletion, ChatRequest, Choice, ChoiceLogprobs
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 from lmx_lab.wire.tools import AnswerFunction, AnswerToolCall
@@ -49,6 +49,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
         # The writer must not refer to the body, whose memory is released before the answer.
         prompts: dict[int, Sequence[int]] | None = {} if body.return_token_ids else None
         options: dict[str, Any] = {"logprobs": bool(body.logprobs), "include_usage": body.include_usage}
+        options["has_functions"] = bool(body.functions)
         wanted = AnswerRequest(
             prompts=[generation_request(body)],
             writer=lambda model, fingerprint: ChatWriter(model, fingerprint, **options, prompts=prompts),
@@ -133,13 +134,19 @@ class ChunkWriter:
 
 
 class ChatWriter(ChunkWriter):
-    """Writes one answer in the chat format."""
+    """Writes one answer in the chat format.
+
+    Args:
+        has_functions: Whether the request has ``functions`` instead of ``tools``, so that a call is a
+            ``function_call``.
+    """
 
     id_prefix = "chatcmpl"
     object = "chat.completion.chunk"
 
-    def __init__(self, model: str, fingerprint: str, **options: Any) -> None:
+    def __init__(self, model: str, fingerprint: str, *, has_functions: bool = False, **options: Any) -> None:
         super().__init__(model, fingerprint, **options)
+        self._has_functions = has_functions
         self._waiting = set[int]()
         """Indexes of the choices that have begun and wait for their first token."""
 
@@ -160,7 +167,11 @@ class ChatWriter(ChunkWriter):
         parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
         if delta.text:
             parts.append(f'{{"content":{json_text(delta.text)}}}')
-        parts += [f'{{"tool_calls":[{json_text(call)}]}}' for call in call_chunks(delta.tool_calls)]
+        for call in call_chunks(delta.tool_calls):
+            if not self._has_functions:
+                parts.append(f'{{"tool_calls":[{json_text(call)}]}}')
+            elif call["index"] == 0:
+                parts.append(f'{{"function_call":{json_text(call["function"])}}}')
         # Tokens without text also have log-probabilities.
         if not parts and delta.logprobs:
             parts = ['{"content":""}']
@@ -174,7 +185,7 @@ class ChatWriter(ChunkWriter):
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         yield from self._first_chunk(index)
         end = f',"timings":{timings([[report]]).model_dump_json()}'
-        yield self._chunk(index, "{}", reason=f'"{report.finish_reason}"', end=end)
+        yield self._chunk(index, "{}", reason=f'"{self._reason(report)}"', end=end)
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
         (choices,) = parts
@@ -206,12 +217,17 @@ class ChatWriter(ChunkWriter):
             message=AnswerMessage(
                 content=None if calls and not delta.text else delta.text,
                 reasoning_content=delta.reasoning or None,
-                tool_calls=calls or None,
+                tool_calls=None if self._has_functions else calls or None,
+                function_call=calls[0].function if self._has_functions and calls else None,
             ),
             logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
-            finish_reason=report.finish_reason,
+            finish_reason=self._reason(report),
             token_ids=None if self._prompts is None else list(delta.ids),
         )
+
+    def _reason(self, report: GenerationReport) -> FinishReason | Literal["function_call"]:
+        is_older = self._has_functions and report.finish_reason == "tool_calls"
+        return "function_call" if is_older else report.finish_reason
 
     def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
         field = f',"logprobs":{logprobs}' if self._logprobs else ""

@@ -110,7 +110,7 @@ class _Message:
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: dict[str, MessageToolCall] = field(default_factory=dict)
-    """Tool calls by their id."""
+    """Tool calls by their id, or else their place."""
     answered: str | None = None
     """Id of the call whose result this is."""
 
@@ -161,7 +161,7 @@ class ChatHistory:
         message.texts += texts
         message.thoughts += thoughts
 
-    def add_call(self, call_id: str, name: str, arguments: Any, *, place: str) -> None:
+    def add_call(self, call_id: str | None, name: str, arguments: Any, *, place: str) -> None:
         """Add a tool call of the assistant.
 
         Args:
@@ -177,15 +177,15 @@ class ChatHistory:
                 param=place,
             )
         calls = self._last("assistant", place).calls
-        if call_id in calls:
+        if call_id and call_id in calls:
             raise InvalidRequestError(
                 f"{place}: another call of the same answer has the id {call_id[:80]!r:.80}; ids must be unique",
                 param=place,
             )
         function = CalledFunction.model_construct(name=name, arguments=arguments)
-        calls[call_id] = MessageToolCall.model_construct(id=call_id, type="function", function=function)
+        calls[call_id or place] = MessageToolCall.model_construct(id=call_id, type="function", function=function)
 
-    def add_result(self, call_id: str, texts: list[str], *, place: str) -> None:
+    def add_result(self, call_id: str | None, texts: list[str], *, place: str) -> None:
         """Add the result of a tool call.
 
         Args:

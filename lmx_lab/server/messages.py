@@ -136,7 +136,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
         InvalidRequestError: a block cannot be read, or the request exceeds a limit of the chat format.
     """
     tools = [
-        function_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+        function_tool(tool.name or "", tool.description, tool.input_schema, strict=tool.strict)
         for tool in body.tools or ()
         if tool.input_schema is not None
     ]
@@ -150,7 +150,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     for number, message in enumerate(body.messages):
         _add_message(history, message, f"messages.{number}", is_newest=number == newest)
     fields: dict[str, Any] = {"model": body.model, "messages": history.messages()}
-    if (last := fields["messages"][-1]).role == "assistant" and not last.tool_calls:
+    if (last := fields["messages"][-1]).role == "assistant" and not last.calls:
         fields["continue_final_message"] = True
     if tools:
         fields["tools"] = tools

@@ -7,7 +7,6 @@ consists of lines of JSON, and the last one has the counters.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -238,7 +237,7 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
         last = body.messages[-1]
         return _chat_request(
             body,
-            messages=_chat_messages(body.messages),
+            messages=[_chat_message(message) for message in body.messages],
             tools=tools or None,
             continue_final_message=last.role == "assistant" and not last.tool_calls,
         )
@@ -282,53 +281,19 @@ def _chat_request(body: OllamaGenerationBody, **fields: Any) -> GenerationReques
     return generation_request(validated(ChatRequest, fields))
 
 
-def _chat_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    converted, calls = [], OpenCalls()
-    for message in messages:
-        content: Any = message.content or ""
-        if message.images:
-            parts = [TextContent(type="text", text=content)] if isinstance(content, str) else content
-            content = [*parts, *[OtherContent(type="image") for _ in message.images]]
-        fields: dict[str, Any] = {"role": message.role, "content": content}
-        if message.role == "tool":
-            fields["tool_call_id"] = calls.answered_by(message)
-        elif message.tool_calls:
-            fields["tool_calls"] = calls.begin(message)
-        if message.thinking and message.role == "assistant":
-            fields["reasoning_content"] = message.thinking
-        converted.append(fields)
-    return converted
-
-
-class OpenCalls:
-    """The tool calls of the last answer that no message has answered yet. Ollama's format has no ids of calls."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        """Names of the functions by the id of the call."""
-        self._count = 0
-
-    def begin(self, message: OllamaMessage) -> list[dict[str, Any]]:
-        """Return the calls of an answer in the chat format, each with an id."""
-        self._names, calls = {}, []
-        for call in message.tool_calls or ():
-            self._count += 1
-            given, function = call.id or f"call_{self._count}", call.function
-            arguments = function.arguments
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            calls.append({"id": given, "type": "function", "function": {"name": function.name, "arguments": text}})
-            self._names[given] = function.name
-        return calls
-
-    def answered_by(self, message: OllamaMessage) -> str | None:
-        """Return the id of the call that a tool's message answers: the call with its id, or else the first open call of
-        its function, or else the first open call. None if there is none.
-        """
-        named = (call for call, name in self._names.items() if name == message.tool_name)
-        given = message.tool_call_id or next(named, None) or next(iter(self._names), None)
-        if given is not None:
-            self._names.pop(given, None)
-        return given
+def _chat_message(message: OllamaMessage) -> dict[str, Any]:
+    content: Any = message.content or ""
+    if message.images:
+        parts = [TextContent(type="text", text=content)] if isinstance(content, str) else content
+        content = [*parts, *[OtherContent(type="image") for _ in message.images]]
+    fields: dict[str, Any] = {"role": message.role, "content": content}
+    if message.role == "tool":
+        fields |= {"tool_call_id": message.tool_call_id, "name": message.tool_name}
+    elif message.tool_calls:
+        fields["tool_calls"] = message.tool_calls
+    if message.thinking and message.role == "assistant":
+        fields["reasoning_content"] = message.thinking
+    return fields
 
 
 # Answers

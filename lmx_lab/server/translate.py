@@ -56,8 +56,8 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         InvalidRequestError: a ``tool`` message does not answer a tool call, or the newest message of the user has a
             part that is not text.
     """
-    tools, choice = None, request.tool_choice
-    functions = unique_functions(request.tools or ())
+    tools, choice = None, request.choice
+    functions = unique_functions(request.offered)
     if functions and choice != "none":
         only = choice.function.name if isinstance(choice, NamedToolChoice) else None
         forced = only is not None or choice == "required"
@@ -76,7 +76,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
             ),
             forced=forced,
             only=only,
-            parallel=request.parallel_tool_calls is not False,
+            parallel=request.parallel_tool_calls is not False and not request.functions,
         )
     answer_format = _answer_format(request)
     is_enforced = answer_format is not None or (tools is not None and tools.forced)
@@ -184,7 +184,7 @@ def _continues(request: ChatRequest, *, is_enforced: bool) -> bool:
     """
     last, field = request.messages[-1], "continue_final_message"
     asked = last.prefix if request.continue_final_message is None else request.continue_final_message
-    can_continue = last.role == "assistant" and not last.tool_calls
+    can_continue = last.role == "assistant" and not last.calls
     if request.continue_final_message and not can_continue:
         problem = (
             "is true, but the last message is not one of the assistant without tool_calls; end with the message that "
@@ -209,24 +209,42 @@ def _continues(request: ChatRequest, *, is_enforced: bool) -> bool:
 def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:
     """Yield the messages for the chat template. Results of tools follow the message with their calls, as templates
     expect it, even if the client has sent other messages between them.
+
+    A call without an id gets one. A result without an id belongs to the first call of its function in the last answer
+    with calls, or else to the first of these calls that has no result yet.
     """
     newest = newest_question(message.role for message in messages)
     groups: list[list[Mapping[str, Any]]] = []
     calls: dict[str, list[Mapping[str, Any]] | None] = {}
     """The group of the message with each call; None if the call has a result."""
+    latest: dict[str, str] = {}
+    """Names of the functions of the last answer with calls, by the id of the call."""
     for number, message in enumerate(messages):
         converted = _message(message, asked_at=f"messages.{number}.content" if number == newest else None)
-        if message.role != "tool":
+        if message.role not in ("tool", "function"):
             groups.append([converted])
-            calls |= dict.fromkeys([call.id for call in message.tool_calls or ()], groups[-1])
+            if message.calls:
+                named = [
+                    (call.id or f"call_{at}", call.called) for at, call in enumerate(message.calls, len(calls) + 1)
+                ]
+                converted["tool_calls"] = [
+                    {"type": "function", "id": id_, "function": {"name": called.name, "arguments": called.arguments}}
+                    for id_, called in named
+                ]
+                latest = {id_: called.name for id_, called in named}
+                calls |= dict.fromkeys(latest, groups[-1])
             continue
+        given = message.tool_call_id
+        if not given:
+            waiting = [id_ for id_ in latest if calls[id_] is not None]
+            given = next((id_ for id_ in waiting if latest[id_] == message.name), next(iter(waiting), None))
         place = message.place if isinstance(message, ConvertedMessage) else f"messages.{number}.tool_call_id"
-        _called_in(calls, message.tool_call_id, place).append(converted)
-        calls[str(message.tool_call_id)] = None
+        _called_in(calls, given, place).append({**converted, "role": "tool", "tool_call_id": given})
+        calls[str(given)] = None
     return chain.from_iterable(groups)
 
 
-def _message(message: ChatMessage, *, asked_at: str | None) -> Mapping[str, Any]:
+def _message(message: ChatMessage, *, asked_at: str | None) -> dict[str, Any]:
     texts = content_texts(message.content or message.refusal or "", asked_at=asked_at)
     if message.audio is not None and not message.content:
         texts.append(placeholder("audio"))
@@ -234,20 +252,7 @@ def _message(message: ChatMessage, *, asked_at: str | None) -> Mapping[str, Any]
     text = ("" if is_text else "\n").join([text for text in texts if text])
     # Chat templates use the role "system"; "developer" is its newer name in the chat format.
     converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    if message.tool_calls:
-        converted["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.id,
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for call in message.tool_calls
-        ]
-    others = {
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.effective_reasoning,
-    }
+    others = {"name": message.name, "reasoning_content": message.effective_reasoning}
     return converted | {name: value for name, value in others.items() if value is not None}
 
 

@@ -47,6 +47,14 @@ LISTED = BeforeValidator(listed)
 """Accepts a list for a tuple, which strict models do not accept when they are validated from Python objects."""
 
 
+Written = Annotated[
+    str,
+    BeforeValidator(lambda value: "" if value is None else value),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
+]
+"""A text that some clients send as null if it is empty."""
+
+
 def _check_token_id(key: str) -> str:
     # No vocabulary has ids of more than twelve digits, and this limits the input of int().
     if not (key.isascii() and key.isdigit() and len(key) <= 12):

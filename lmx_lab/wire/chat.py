@@ -32,6 +32,7 @@ from lmx_lab.wire.base import (
     OtherModel,
     Temperature,
     TokenLimit,
+    Written,
     unknown_fields,
 )
 from lmx_lab.wire.errors import ErrorDetail
@@ -40,9 +41,18 @@ from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Hint, Timings,
 from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import (
     PART_LIMIT,
+    AnswerFunction,
     AnswerToolCall,
+    CalledFunction,
+    FunctionChoice,
+    FunctionChunk,
+    FunctionName,
+    Functions,
     FunctionTool,
+    HostedTool,
+    MessageToolCall,
     MessageToolCalls,
+    NamedToolChoice,
     ToolCallChunk,
     ToolChoice,
     Tools,
@@ -54,7 +64,7 @@ from lmx_lab.wire.tools import (
 
 MESSAGE_LIMIT = 4096
 """A model could not read more anyway, and validating 100,000 takes seconds in which the server does nothing else."""
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 RESERVED = frozenset(
     {
         *("messages", "conversation", "tools", "documents", "chat_template", "self"),
@@ -81,7 +91,7 @@ class TextContent(LenientModel):
     """Text of a message, of the result of a tool or of reasoning. The chat format calls all of them ``text``."""
 
     type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
-    text: str
+    text: Written
 
 
 class OtherContent(OtherModel):
@@ -108,7 +118,7 @@ def result_text(value: Any) -> Any:
 CONTENT_OR_CALLS: JsonDict = {
     "anyOf": [
         {"required": ["content"]},
-        {"properties": {"role": {"enum": ["assistant", "tool"]}}},
+        {"properties": {"role": {"enum": ["assistant", "tool", "function"]}}},
     ]
 }
 
@@ -124,7 +134,8 @@ class ChatMessage(LenientModel):
     tool_calls: MessageToolCalls | None = None
     """Only in messages of the assistant."""
     tool_call_id: str | None = None
-    """Only in messages of a tool: the id of the call that it answers."""
+    """Only in messages of a tool: the id of the call that it answers. Without it, the message answers the first call of
+    the last answer that has no result, of the function ``name`` if there is one."""
     reasoning_content: str | None = None
     """Only in messages of the assistant: its reasoning, for templates that show it to the model again."""
     reasoning: str | None = None
@@ -136,7 +147,9 @@ class ChatMessage(LenientModel):
     """Only in messages of the assistant: an answer as audio, which the model does not hear."""
     prefix: bool | None = None
     """DeepSeek's name for ``continue_final_message``, in the last message."""
-    function_call: Annotated[Any, Neutral("function calls in messages (send tool_calls, which replaced them)")] = None
+    function_call: CalledFunction | None = None
+    """Only in messages of the assistant: a call, in the form that is older than ``tool_calls``. A message of the role
+    ``function`` has its result."""
     # openai-python's ``parse`` adds this field to an answer; it repeats the content.
     parsed: Any = None
 
@@ -145,15 +158,22 @@ class ChatMessage(LenientModel):
         """The reasoning, under either name."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
+    @property
+    def calls(self) -> list[MessageToolCall]:
+        """The calls, in either form."""
+        if self.tool_calls or self.function_call is None:
+            return self.tool_calls or []
+        return [MessageToolCall.model_construct(function=self.function_call)]
+
     @field_validator("content", mode="before")
     @classmethod
     def _read_result(cls, value: Any, info: ValidationInfo) -> Any:
         # The result of a tool can be any JSON value in some clients.
-        return result_text(value) if info.data.get("role") == "tool" else value
+        return result_text(value) if info.data.get("role") in ("tool", "function") else value
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        if "content" not in self.model_fields_set and self.role not in ("assistant", "tool"):
+        if "content" not in self.model_fields_set and self.role not in ("assistant", "tool", "function"):
             raise ValueError("content is missing")
         return self
 
@@ -161,6 +181,7 @@ class ChatMessage(LenientModel):
     def _check_role(self) -> Self:
         for name, value, role in (
             ("tool_calls", self.tool_calls, "assistant"),
+            ("function_call", self.function_call, "assistant"),
             ("tool_call_id", self.tool_call_id, "tool"),
             ("reasoning_content", self.effective_reasoning, "assistant"),
         ):
@@ -221,6 +242,10 @@ class ChatRequest(CompatibleFields):
     tool_choice: ToolChoice | None = None
     """Null means ``auto``."""
     parallel_tool_calls: bool | None = True
+    functions: Functions | None = None
+    """The form of ``tools`` in older clients. A call is then the message's ``function_call``."""
+    function_call: FunctionChoice | None = None
+    """The form of ``tool_choice`` in older clients."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """A variable of the chat template. ``none`` also disables reasoning in templates with ``enable_thinking``."""
 
@@ -245,10 +270,6 @@ class ChatRequest(CompatibleFields):
     """Number of reasoning tokens after which the model is forced to answer."""
 
     # Fields of the format that are not supported; only values without effect are valid.
-    functions: Annotated[Any, Neutral("functions (send tools, which replaced them)", ([],))] = None
-    function_call: Annotated[
-        Any, Neutral("choices of functions (send tools and tool_choice, which replaced them)", ("none", "auto"))
-    ] = None
     audio: Annotated[Any, NO_AUDIO] = None
     modalities: Annotated[Any, Neutral("modalities other than text", (["text"],))] = None
     web_search_options: Annotated[Any, Neutral("web searches")] = None
@@ -266,12 +287,25 @@ class ChatRequest(CompatibleFields):
         if self.verbosity is not None:
             yield "verbosity"
         yield from unknown_fields(self)
-        kept = unique_functions(self.tools or ())
-        for tool in self.tools or ():
+        kept = unique_functions(self.offered)
+        for tool in self.offered:
             if not isinstance(tool, FunctionTool):
                 yield f"tools.{tool.type}"
             elif kept[tool.function.name] is not tool.function:
                 yield f"tools.{tool.function.name}"
+
+    @property
+    def offered(self) -> list[FunctionTool | HostedTool]:
+        """The tools, in either form."""
+        older = [FunctionTool.model_construct(type="function", function=each) for each in self.functions or ()]
+        return [*(self.tools or ()), *older]
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """The choice among the tools, in either form."""
+        if isinstance(self.function_call, FunctionName):
+            return NamedToolChoice(type="function", function=self.function_call)
+        return self.function_call or self.tool_choice
 
     @field_validator("top_logprobs")
     @classmethod
@@ -298,6 +332,20 @@ class ChatRequest(CompatibleFields):
             raise ValueError(f"forces a call, {ENDLESS}")
         return value
 
+    @field_validator("functions", "function_call")
+    @classmethod
+    def _check_older(cls, value: Any, info: ValidationInfo) -> Any:
+        newer = {"functions": "tools", "function_call": "tool_choice"}[str(info.field_name)]
+        if value and info.data.get(newer):
+            raise ValueError(f"is an older form of {newer}, which is also given; send only {newer}")
+        if isinstance(value, FunctionName) and "functions" in info.data:
+            functions = {each.name: each for each in info.data["functions"] or ()}
+            named = NamedToolChoice(type="function", function=value)
+            check_choice(named, functions, fields=("functions", "function_call"))
+            if info.data.get("ignore_eos"):
+                raise ValueError(f"forces a call, {ENDLESS}")
+        return value
+
 
 class AnswerMessage(BaseModel):
     """The message of the assistant in an answer."""
@@ -309,6 +357,8 @@ class AnswerMessage(BaseModel):
     """The model's reasoning; absent if there is none."""
     tool_calls: list[AnswerToolCall] | None = Field(None, exclude_if=_is_none)
     """Absent if there are none."""
+    function_call: AnswerFunction | None = Field(None, exclude_if=_is_none)
+    """The call, if the request has ``functions`` instead of ``tools``."""
 
 
 class TopLogprob(BaseModel):
@@ -340,7 +390,7 @@ class Choice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["function_call"]
     token_ids: list[int] | None = Field(None, exclude_if=_is_none)
     """Ids of the tokens of the answer; absent unless requested."""
 
@@ -364,6 +414,7 @@ class ChoiceDelta(BaseModel):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallChunk] | None = None
+    function_call: FunctionChunk | None = None
 
 
 class ChunkChoice(BaseModel):
@@ -373,7 +424,7 @@ class ChunkChoice(BaseModel):
     delta: ChoiceDelta
     logprobs: ChoiceLogprobs | None = None
     """Log-probabilities of the tokens whose text is in ``delta``; absent unless requested."""
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["function_call"] | None
     token_ids: list[int] | None = None
     """Ids of the tokens since the last chunk of the choice; absent unless requested."""
 

@@ -32,6 +32,7 @@ from lmx_lab.wire.base import (
     OtherModel,
     Probability,
     Stops,
+    Written,
     unknown_fields,
 )
 from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
@@ -44,21 +45,22 @@ class TextBlock(LenientModel):
     """Text."""
 
     type: Literal["text"]
-    text: str
+    text: Written
 
 
 class ThinkingBlock(LenientModel):
     """The model's reasoning in an earlier answer."""
 
     type: Literal["thinking"]
-    thinking: str
+    thinking: Written
 
 
 class ToolUseBlock(LenientModel):
     """A tool call in an earlier answer."""
 
     type: Literal["tool_use"]
-    id: NonEmpty
+    id: str | None = None
+    """Without an id, the results in the next message belong to the calls in their order."""
     name: NonEmpty
     input: Annotated[Arguments, FEW_VALUES] = Field(default={})
     """An object. Its text and null, which some clients send for a call that was cut off, are also accepted."""
@@ -78,7 +80,7 @@ class ToolResultBlock(LenientModel):
     """The result of a tool call in the message before."""
 
     type: Literal["tool_result"]
-    tool_use_id: NonEmpty
+    tool_use_id: str | None = None
     content: Annotated[str | Contents | None, BeforeValidator(result_text)] = None
     is_error: bool | None = None
 
@@ -107,11 +109,18 @@ class InputMessage(LenientModel):
 class ToolDefinition(LenientModel):
     """A tool. Only tools with an ``input_schema`` are called by the client; others run on Anthropic's servers."""
 
-    name: Name
     type: str | None = None
+    name: Name | None = None
+    """Required unless the type is one of other tools, such as ``mcp_toolset``."""
     description: str | None = None
     input_schema: ParameterSchema | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if self.name is None and (self.input_schema is not None or self.type in (None, "custom")):
+            raise ValueError("has no name; name the tool")
+        return self
 
 
 ToolDefinitions = TypeAliasType(
@@ -184,7 +193,7 @@ class CountRequest(LenientModel):
         yield from unknown_fields(self)
         for tool in self.tools or ():
             if tool.input_schema is None:
-                yield f"tools.{tool.name}"
+                yield f"tools.{tool.name or tool.type}"
 
 
 class MessagesRequest(CountRequest):

@@ -50,7 +50,7 @@ from lmx_lab.wire.completions import shape_of
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.formats import Name, kind_of
 from lmx_lab.wire.limits import FEW_VALUES
-from lmx_lab.wire.tools import CALL_LIMIT, PART_LIMIT, TOOL_LIMIT, CalledFunction, check_counts
+from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, MessageToolCalls, check_counts
 
 NO_VISION = Neutral("images (the models of this server have no vision; send text only)", ([],))
 DURATION = re.compile(r"(?P<sign>[-+]?)(?P<parts>(?:(?:\d+\.?\d*|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+)", re.ASCII)
@@ -169,16 +169,6 @@ class OllamaGenerationBody(OllamaBody):
     top_logprobs: Alternatives | None = None
 
 
-class OllamaCall(LenientModel):
-    """A tool call in an earlier answer."""
-
-    id: str | None = None
-    function: CalledFunction
-
-
-OllamaCalls = TypeAliasType("OllamaCalls", Annotated[list[OllamaCall], FailFast(), Field(max_length=CALL_LIMIT)])
-
-
 OllamaImages = TypeAliasType("OllamaImages", Annotated[list[str], FailFast(), Field(max_length=PART_LIMIT)])
 
 
@@ -191,7 +181,7 @@ class OllamaMessage(LenientModel):
     """The model's reasoning in an earlier answer."""
     images: OllamaImages | None = None
     """The model does not see them. They are refused in the newest message of the user."""
-    tool_calls: OllamaCalls | None = None
+    tool_calls: MessageToolCalls | None = None
     tool_name: str | None = None
     """In messages of a tool: the function whose result this is."""
     tool_call_id: str | None = None

@@ -34,6 +34,7 @@ from lmx_lab.wire.base import (
     Penalty,
     Probability,
     Temperature,
+    Written,
     unknown_fields,
 )
 from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
@@ -62,7 +63,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 class MessageItem(LenientModel):
     """A message of the conversation."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Contents | None
 
@@ -75,7 +76,8 @@ class FunctionCallItem(LenientModel):
     """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: NonEmpty
+    call_id: str | None = None
+    """Without it, the outputs in the next items belong to the calls in their order."""
     name: NonEmpty
     namespace: str | None = None
     arguments: Annotated[str, BeforeValidator(_arguments_text), ARGUMENTS_SCHEMA] = "{}"
@@ -86,17 +88,17 @@ class CustomCallItem(LenientModel):
     """A call of a custom tool in an earlier answer."""
 
     type: Literal["custom_tool_call"]
-    call_id: NonEmpty
+    call_id: str | None = None
     name: NonEmpty
     namespace: str | None = None
-    input: str
+    input: Written
 
 
 class CallOutputItem(LenientModel):
     """The output of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: NonEmpty
+    call_id: str | None = None
     output: Annotated[str | Contents | None, BeforeValidator(result_text)] = None
 
 
@@ -116,6 +118,13 @@ class CompactionItem(LenientModel):
     encrypted_content: str | None = None
 
 
+class ItemReference(LenientModel):
+    """A reference to an item in the output of a stored response, or in its conversation."""
+
+    type: Literal["item_reference"] | None = "item_reference"
+    id: NonEmpty
+
+
 class OtherItem(OtherModel):
     """An item of any other type. Which of them are ignored depends on the type."""
 
@@ -128,13 +137,14 @@ ITEM_TAGS = {
     "custom_tool_call_output": "output",
     "reasoning": "reasoning",
     "compaction": "compaction",
+    "item_reference": "reference",
 }
 
 
 def _item_tag(value: Any) -> str:
-    # An item without a type is a message.
-    default = "message" if isinstance(value, dict) and "role" in value else None
-    return tag(value, ITEM_TAGS, default)
+    # An item without a type is a message, or a reference.
+    default = "item_reference" if isinstance(value, dict) and value.keys() <= {"id", "type"} else None
+    return tag(value, ITEM_TAGS, "message" if isinstance(value, dict) and "role" in value else default)
 
 
 InputItem = Annotated[
@@ -144,6 +154,7 @@ InputItem = Annotated[
     | Annotated[CallOutputItem, Tag("dict[output]")]
     | Annotated[ReasoningItem, Tag("dict[reasoning]")]
     | Annotated[CompactionItem, Tag("dict[compaction]")]
+    | Annotated[ItemReference, Tag("dict[reference]")]
     | Annotated[OtherItem, Tag("dict[other]")],
     Discriminator(_item_tag),
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     FailFast,
     Field,
@@ -16,14 +17,16 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import MEMBER_LIMIT
-from lmx_lab.wire.base import WHOLE, LenientModel, NonEmpty, OtherModel
+from lmx_lab.wire.base import WHOLE, LenientModel, NonEmpty, OtherModel, Written
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
 from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, Structure
 
+T = TypeVar("T", bound=BaseModel)
 TOOL_LIMIT = 128
 CALL_LIMIT = 4096
 """Largest number of calls in a history; it has as many messages with results. Validating 100,000 takes seconds."""
@@ -90,20 +93,20 @@ class HostedTool(OtherModel):
 
 def tag(value: Any, tags: Mapping[str, str], default: str | None = None) -> str:
     """Return the tag of a member of a union by its ``type``. With its brackets, it is not shown in errors."""
-    given = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    given = (value.get("type") or default) if isinstance(value, dict) else getattr(value, "type", None)
     return f"dict[{tags.get(given, 'other') if isinstance(given, str) else 'other'}]"
 
 
-def _check_tools(tools: list[FunctionTool | HostedTool]) -> list[FunctionTool | HostedTool]:
+def _check_tools(tools: list[T]) -> list[T]:
     characters = 0
     for number, tool in enumerate(tools):
-        if isinstance(tool, HostedTool):
+        function = tool.function if isinstance(tool, FunctionTool) else tool
+        if not isinstance(function, FunctionDefinition) or function.parameters is None:
             continue
-        name, parameters = tool.function.name, tool.function.parameters
         try:
-            characters += len(json_text(parameters)) if parameters is not None else 0
+            characters += len(json_text(function.parameters))
         except ValueError as exc:
-            raise ValueError(f"the parameters of {name!r}, number {number}: {exc}") from exc
+            raise ValueError(f"the parameters of {function.name!r}, number {number}: {exc}") from exc
     try:
         # As JSON without spaces.
         check_length(characters, 262_144)
@@ -127,6 +130,11 @@ Tools = TypeAliasType(
         AfterValidator(_check_tools),
     ],
 )
+Functions = TypeAliasType(
+    "Functions",
+    Annotated[list[FunctionDefinition], FailFast(), Field(max_length=TOOL_LIMIT), AfterValidator(_check_tools)],
+)
+"""The functions of requests that are older than tools."""
 
 
 def unique_functions(tools: Iterable[FunctionTool | HostedTool]) -> dict[str, FunctionDefinition]:
@@ -208,24 +216,41 @@ ToolChoice = Annotated[
 ]
 
 
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto"], Tag("str")] | Annotated[FunctionName, Tag("dict[name]")],
+    Discriminator(
+        lambda choice: {str: "str", dict: "dict[name]", FunctionName: "dict[name]"}.get(type(choice)),
+        custom_error_type="function_call_shape",
+        custom_error_message="must be 'none', 'auto' or an object that names a function, such as {\"name\": \"...\"}",
+    ),
+]
+"""The choice among the functions of requests that are older than tools."""
+
+
 def check_choice(
-    choice: NamedToolChoice | AllowedToolsChoice | str | None, functions: Mapping[str, FunctionDefinition]
+    choice: NamedToolChoice | AllowedToolsChoice | str | None,
+    functions: Mapping[str, FunctionDefinition],
+    *,
+    fields: tuple[str, str] = ("tools", "tool_choice"),
 ) -> None:
     """Check that the functions that the choice names exist.
+
+    Args:
+        fields: The names of the fields of the functions and of the choice.
 
     Raises:
         ValueError: it does not.
     """
     if choice in (None, "none", "auto"):
         return
-    named = chosen_names(choice)
+    named, (tools, field) = chosen_names(choice), fields
     if not functions:
         required = f"the function {named[0][:80]!r:.80}" if named else repr(choice)
-        raise ValueError(f"is {required}, but there are no tools; send tools, or leave tool_choice out")
+        raise ValueError(f"is {required}, but there are no {tools}; send {tools}, or leave {field} out")
     for name in named:
         if name not in functions:
             known = format_names(list(functions))
-            raise ValueError(f"names {name[:80]!r:.80}, which is not in tools; tools contains {known}")
+            raise ValueError(f"names {name[:80]!r:.80}, which is not in {tools}; {tools} contains {known}")
 
 
 def chosen_names(choice: NamedToolChoice | AllowedToolsChoice | str | None) -> list[str]:
@@ -282,20 +307,47 @@ class CalledFunction(LenientModel):
     parsed_arguments: Any = None
 
 
+class CustomCall(LenientModel):
+    """The call of a custom tool, which is called with text instead of JSON."""
+
+    name: NonEmpty
+    input: Written
+
+
 class MessageToolCall(LenientModel):
     """A call in a history."""
 
-    id: NonEmpty
-    type: Literal["function"] | None = "function"
-    function: CalledFunction
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["function"]}, {"required": ["custom"]}]})
+
+    id: str | None = None
+    """Without an id, the results in the next messages belong to the calls in their order."""
+    type: Literal["function", "custom"] | None = "function"
+    function: CalledFunction | None = None
+    custom: CustomCall | None = None
 
     # Present if the call was copied from a stream. Not used: the order is that of the list.
     index: Annotated[int, WHOLE] | None = None
+
+    @model_validator(mode="after")
+    def _check_called(self) -> Self:
+        if self.function is None and self.custom is None:
+            raise ValueError("has no function; name the function that was called, and its arguments")
+        return self
+
+    @property
+    def called(self) -> CalledFunction:
+        """The function. A custom tool is a function with one argument, ``input``."""
+        if self.function is not None:
+            return self.function
+        assert self.custom is not None
+        return CalledFunction.model_construct(name=self.custom.name, arguments={"input": self.custom.input})
 
 
 def _check_ids(calls: list[MessageToolCall]) -> list[MessageToolCall]:
     seen: set[str] = set()
     for call in calls:
+        if not call.id:
+            continue
         if call.id in seen:
             raise ValueError(f"two calls have the id {call.id[:80]!r:.80}; ids must be unique within a message")
         seen.add(call.id)
@@ -325,6 +377,7 @@ def check_counts(messages: Any) -> Any:
         for call in _as_list(message.get("tool_calls"))
         if isinstance(call, dict)
     ]
+    functions += [message.get("function_call") for message in given]
     check_argument_texts(function.get("arguments") for function in functions if isinstance(function, dict))
     return messages
 

@@ -274,6 +274,14 @@ def test_a_response_that_is_not_stored_is_continued_on_its_connection_only(http,
     assert error_in(missing) == ("previous_response_not_found", "previous_response_id")
 
 
+def test_an_item_that_is_not_stored_is_referred_to_on_its_connection_only(http, connected):
+    client = connected()
+    first = events_of(client, create(input="The word is cobalt.", store=False))[-1]["response"]
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    error_of(http.post(PATH, json={"input": [reference]}), 400, "invalid-request")
+    assert text_of(events_of(client, create(input=[reference, message("user", "And now?")], store=False))) == "And now?"
+
+
 def test_a_stored_response_is_continued_over_http_and_on_other_connections(http, connected):
     first = events_of(connected(), create(input="The word is cobalt."))[-1]["response"]
     assert http.get(f"{PATH}/{first['id']}").json() == first

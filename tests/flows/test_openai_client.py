@@ -51,6 +51,23 @@ def test_the_real_model_knows_paris_and_a_stream_has_the_same_text(real):
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_a_request_with_functions_is_answered_in_their_form(echo):
+    said = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    zone = {"type": "object", "properties": {"zone": {"type": "string"}}}
+    fields = {"model": "echo", "messages": [{"role": "user", "content": said}]}
+    fields |= {"functions": [{"name": "clock", "parameters": zone}]}
+    (choice,) = echo.chat.completions.create(**fields).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("function_call", None)
+    assert (choice.message.function_call.name, choice.message.function_call.arguments) == ("clock", '{"zone": "UTC"}')
+    choices = [chunk.choices[0] for chunk in echo.chat.completions.create(**fields, stream=True)]
+    pieces = [choice.delta.function_call for choice in choices if choice.delta.function_call]
+    assert (pieces[0].name, "".join(piece.arguments for piece in pieces)) == ("clock", '{"zone": "UTC"}')
+    assert choices[-1].finish_reason == "function_call"
+    history = [choice.message, {"role": "function", "name": "clock", "content": "noon"}]
+    (second,) = echo.chat.completions.create(**fields | {"messages": fields["messages"] + history}).choices
+    assert (second.finish_reason, second.message.content) == ("stop", "noon")
+
+
 def test_an_echo_scores_likely_texts_higher(real):
     scores = []
     for end in (" Paris", " banana"):

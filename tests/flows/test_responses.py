@@ -119,7 +119,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
         ({"input": []}, 400, "input", "has no message"),
         ({"input": None}, 400, "input", "should be a valid"),
         ({"input": IMAGE}, 400, "input.0.content.0", "images and other files cannot be read"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 400, "input.0", "send the item itself"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 400, "input.0.id", "send the item itself"),
         ({"input": [OUTPUT]}, 400, "input.0.call_id", "'c1' does not answer a call"),
         ({"input": [CLOCK_CALL, CLOCK_CALL, OUTPUT]}, 400, "input.1", "ids must be unique"),
         ({"input": [CLOCK_CALL | {"arguments": "[" + "[]," * 60_000}]}, 400, "input", "50,000 lists and objects"),
@@ -205,6 +205,30 @@ def test_a_stored_response_is_continued_read_and_deleted(client):
         client.responses.cancel(first.id)
     with pytest.raises(openai.BadRequestError, match="leave stream out"):
         client.responses.retrieve(first.id, stream=True)
+
+
+@pytest.mark.parametrize("kind", [{"type": "item_reference"}, {"type": None}, {}])
+def test_items_of_stored_responses_are_referred_to_by_their_ids(kind, http):
+    first = http.post(PATH, json=body(input="one")).json()
+    second = http.post(PATH, json=body(previous_response_id=first["id"], input="two")).json()
+    asked = http.get(f"{PATH}/{second['id']}/input_items").json()["data"][0]["id"]
+    said = [first["output"][0]["id"], second["output"][0]["id"]]
+    referred = [{**kind, "id": each} for each in (asked, *said)]
+    third = http.post(PATH, json=body(input=[*referred, {"role": "user", "content": "three"}])).json()
+    shown = http.get(f"{PATH}/{third['id']}/input_items", params={"order": "asc"}).json()["data"]
+    texts = [(item["role"], item["content"][0]["text"]) for item in shown]
+    assert texts == [("user", "two"), ("assistant", "one"), ("assistant", "two"), ("user", "three")]
+    counted = http.post(f"{PATH}/input_tokens", json=body(previous_response_id=third["id"], input=referred[:1])).json()
+    assert counted["input_tokens"] > third["usage"]["input_tokens"]
+
+
+def test_ids_that_clients_choose_and_items_of_deleted_responses_are_not_found(http):
+    stored = http.post(PATH, json=body(input=[{"role": "user", "content": "one", "id": "msg_mine"}])).json()
+    said = stored["output"][0]["id"]
+    http.delete(f"{PATH}/{stored['id']}")
+    for gone in ("msg_mine", said):
+        error = http.post(PATH, json=body(input=[{"type": "item_reference", "id": gone}])).json()["error"]
+        assert (error["param"], f"the id '{gone}'" in error["message"]) == ("input.0.id", True)
 
 
 class City(BaseModel):

@@ -128,7 +128,7 @@ def test_numbers_have_their_limits(document):
 
 
 def test_fields_that_are_not_supported_list_the_allowed_values(document):
-    assert document["components"]["schemas"]["ChatRequest"]["properties"]["functions"]["enum"] == [None, []]
+    assert document["components"]["schemas"]["ChatRequest"]["properties"]["documents"]["enum"] == [None, []]
 
 
 def test_formats_tools_and_choices_are_described(document):

@@ -145,8 +145,16 @@ LARGE = {"description": "x" * 140_000}
         ),
         ({"tool_choice": "required", "tools": [function()], "ignore_eos": True}, "tool_choice", ["ignore_eos"]),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", ["boolean"]),
-        ({"functions": [{"name": "f"}]}, "functions", ["tools"]),
-        ({"function_call": {"name": "f"}}, "function_call", ["tool_choice"]),
+        ({"functions": [{"name": "f"}], "tools": [function()]}, "functions", ["send only tools"]),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", ["'g'", "'f'"]),
+        ({"function_call": {"name": "f"}}, "function_call", ["no functions"]),
+        ({"function_call": 5}, "function_call", ['{"name":']),
+        (
+            {"functions": [{"name": "f"}], "function_call": {"name": "f"}, "ignore_eos": True},
+            "function_call",
+            ["ignore_eos"],
+        ),
+        ({"functions": [{"name": "f", "parameters": {"a": "x" * 280_000}}]}, "functions", ["262,144"]),
     ],
 )
 def test_the_error_of_an_invalid_tool_or_choice_names_the_field(changes, param, expected):
@@ -284,6 +292,25 @@ def test_results_follow_their_calls_in_the_template(note):
     ]
 
 
+def test_results_without_ids_belong_to_the_calls_of_their_function_or_in_their_order():
+    named = [{"function": {"name": name}} for name in ("look", "hear", "look")]
+    answers = [result_of(None, name="hear"), result_of(None, name="look"), result_of(None)]
+    _, *results = prompt(messages=[with_calls(*named), *answers]).messages
+    assert [message["tool_call_id"] for message in results] == ["call_2", "call_1", "call_3"]
+    again = prompt(messages=[with_calls(*named), *answers, with_calls(*named), result_of(None)]).messages
+    assert [one["id"] for one in again[4]["tool_calls"]] == ["call_4", "call_5", "call_6"]
+    assert again[5]["tool_call_id"] == "call_4"
+
+
+def test_functions_are_tools_of_which_one_is_called():
+    found = use(
+        functions=[{"name": "look", "parameters": {"type": "object"}}, {"name": "hear"}], function_call={"name": "look"}
+    )
+    assert [tool.name for tool in found.tools] == ["look", "hear"]
+    assert (found.forced, found.only, found.parallel) == (True, "look", False)
+    assert use(functions=[{"name": "look"}], function_call="none") is None
+
+
 def test_unknown_fields_in_messages_are_ignored_and_named():
     part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
     sent = [
@@ -336,25 +363,21 @@ ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
         ([USER, with_calls(call([1]))], ARGUMENTS, ["a JSON object", "a list"]),
         ([USER, with_calls(call("[" * 60_000))], "messages", ["50,000 lists", "arguments"]),
         ([USER, with_calls(call({"a": {1}}))], ARGUMENTS, ["cannot be written as JSON"]),
-        ([with_calls(call(id=""))], "messages.0.tool_calls.0.id", ["at least 1"]),
+        ([with_calls({"id": "c1"})], "messages.0.tool_calls.0", ["has no function"]),
         ([with_calls(call(), call())], "messages.0.tool_calls", ["'c1'", "unique"]),
         ([with_calls(*[call(id=str(n)) for n in range(2049)])] * 2, "messages", ["4,098", "4,096"]),
         ([USER, result_of()], "messages.1.tool_call_id", ["'c1'", "tool_calls"]),
         ([with_calls(call()), USER, result_of("zz")], "messages.2.tool_call_id", ["'zz'", "'c1'"]),
         ([with_calls(call()), result_of("zz")], "messages.1.tool_call_id", ["'zz'", "'c1'"]),
         ([with_calls(call()), result_of(), result_of()], "messages.2.tool_call_id", ["'c1'", "answered"]),
-        ([with_calls(call()), result_of(None)], "messages.1.tool_call_id", ["missing", "'c1'"]),
+        ([with_calls(call()), result_of(None), result_of(None)], "messages.2.tool_call_id", ["missing", "none"]),
         ([{"role": "tool", "content": "x"}], "messages.0.tool_call_id", ["missing", "tool_calls"]),
         ([with_calls(call(id="x" * 500)), result_of("y" * 500)], "messages.1.tool_call_id", ["yyy", "xxx"]),
         ([USER, {"role": "user", "content": [IMAGE]}], "messages.1.content.0", ["images", "send text"]),
         ([{**USER, "tool_calls": [call()]}], "messages.0", ["tool_calls", "'assistant'", "'user'"]),
         ([{**USER, "tool_call_id": "c1"}], "messages.0", ["tool_call_id", "'tool'"]),
         ([{**USER, "reasoning": "hm"}], "messages.0", ["reasoning_content", "'assistant'"]),
-        (
-            [{"role": "assistant", "content": "", "function_call": {"name": "f"}}],
-            "messages.0.function_call",
-            ["tool_calls"],
-        ),
+        ([{**USER, "function_call": {"name": "f"}}], "messages.0", ["function_call", "'assistant'", "'user'"]),
     ],
 )
 def test_the_error_of_an_invalid_history_names_the_message(messages, param, expected):

@@ -240,11 +240,6 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem], earlier: int) -
                 history.add_result(item.call_id, content_texts(item.output or ""), place=f"{place}.call_id")
             case CompactionItem():
                 history.add("user", [read_summary(item.encrypted_content)], place=place)
-            case OtherItem() if item.type == "item_reference":
-                raise InvalidRequestError(
-                    f"{place}: references to items are not supported; send the item itself, or previous_response_id",
-                    param=place,
-                )
             case OtherItem() if item.type not in IGNORED_ITEMS:
                 role = "user" if item.type.endswith("_output") else "assistant"
                 history.add(role, [placeholder(item.type[:80])], place=place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -43,6 +44,7 @@ from lmx_lab.wire.responses import (
     CompactRequest,
     DeletedResponse,
     InputTokens,
+    ItemReference,
     MessageItem,
     ModelResponse,
     ResponseEvent,
@@ -62,6 +64,8 @@ SUMMARIZE = (
     "user. Include decisions, facts, names, results of tools, and what remains to be done. Send only the summary."
 )
 """The last message of the prompt for a summary."""
+ITEM_ID = re.compile(rb'"id":"((?:%s)_[0-9a-z]{26})"' % "|".join({*PREFIXES.values()}).encode())
+"""The id of an item in a response, as ``new_id`` writes it."""
 NotStreamed = Annotated[bool, WithJsonSchema({"const": False, "description": "Not supported: streams"})]
 _ID = {"response_id": "$response.body#/id"}
 LINKS = {
@@ -114,8 +118,7 @@ def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
     @router.post("/input_tokens", response_model=InputTokens, responses=INFERENCE_ERRORS)
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
         """Count the tokens of a conversation, with its tools, as the model reads them."""
-        previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
-        prompt, _ = await answer_request(body, previous, None)
+        prompt, _ = await answer_request(body, earlier_of(body, store), None)
         with NAMES.in_errors():
             wanted = replace(prompt, caller=service.caller_of(request))
             count = InputTokens(input_tokens=len(await while_connected(request, service.manager.encode(wanted))))
@@ -126,15 +129,14 @@ def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
     async def compact_response(body: CompactRequest, request: Request) -> Response:
         """Summarize a conversation with the model. The items of the answer replace the conversation in later requests,
         which are then shorter."""
-        previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
-        items = await asyncio.to_thread(_conversation, body, previous)
+        items, count = await asyncio.to_thread(earlier_of(body, store).conversation, body)
         if not items:
             raise InvalidRequestError(
                 "input: has no message to summarize; send the conversation, or previous_response_id", param="input"
             )
         given = body.model_dump(include={"model", "instructions", "previous_response_id"})
         task = MessageItem(role="user", content=SUMMARIZE)
-        fields = {**given, **SUMMARY_OPTIONS, "input": [*input_items(body), task]}
+        fields = {**given, **SUMMARY_OPTIONS, "input": [*items[count:], task]}
         summary = ResponsesRequest.model_validate(fields)
         response = await _respond(service, store, summary, request)
         answer = ModelResponse.model_validate_json(bytes(response.body))
@@ -191,34 +193,25 @@ def _failures(*errors: type[LabError]) -> dict[int | str, dict[str, Any]]:
     return failures(*errors, InvalidRequestError, in_path=True)
 
 
-def _prepare(body: ResponsesRequest, previous: StoredResponse | None, *, keep: bool) -> _Prepared:
+def _prepare(body: ResponsesRequest, earlier: Earlier, *, keep: bool) -> _Prepared:
     """Convert a request.
 
     Raises:
         InvalidRequestError: see ``convert_request``.
     """
-    items = _conversation(body, previous)
-    earlier = len(items) - len(input_items(body))
+    items, count = earlier.conversation(body)
     return _Prepared(
-        request=convert_request(body, items, earlier=earlier),
+        request=convert_request(body, items, earlier=count),
         shared=shared_fields(body),
         conversation=STORED_ITEMS.dump_json(items, exclude_unset=True) if keep else None,
     )
-
-
-def _conversation(body: ResponsesRequest | CompactRequest, previous: StoredResponse | None) -> list[Any]:
-    """Return all items: those of the previous response and before it, and the input."""
-    if previous is None:
-        return input_items(body)
-    output = STORED_ITEMS.validate_python(json.loads(previous.body)["output"])
-    return [*STORED_ITEMS.validate_json(previous.conversation), *output, *input_items(body)]
 
 
 # Answers
 
 
 async def answer_request(
-    body: ResponsesRequest, previous: StoredResponse | None, store: ResponseStore | None
+    body: ResponsesRequest, earlier: Earlier, store: ResponseStore | None
 ) -> tuple[GenerationRequest, WriterFor]:
     """Return the engine's request, and the function that creates its writer for a model.
 
@@ -229,7 +222,7 @@ async def answer_request(
         InvalidRequestError: see ``convert_request``.
     """
     with NAMES.in_errors():
-        prepared = await asyncio.to_thread(_prepare, body, previous, keep=store is not None)
+        prepared = await asyncio.to_thread(_prepare, body, earlier, keep=store is not None)
         prompt = generation_request(prepared.request.chat)
     in_background = bool(body.background) and not body.stream
 
@@ -253,8 +246,7 @@ async def answer_request(
 async def _respond(
     service: InferenceService, store: ResponseStore, body: ResponsesRequest, request: Request
 ) -> Response:
-    previous = store.previous(body.previous_response_id) if body.previous_response_id is not None else None
-    prompt, writer_for = await answer_request(body, previous, store if body.store is not False else None)
+    prompt, writer_for = await answer_request(body, earlier_of(body, store), store if body.store is not False else None)
     wanted = AnswerRequest(
         prompts=[prompt],
         writer=lambda model, _: writer_for(model),
@@ -351,6 +343,61 @@ class StoredResponse:
         return len(self.body) + len(self.conversation)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """The stored responses to which a request refers."""
+
+    previous: StoredResponse | None
+    holders: Mapping[str, StoredResponse]
+    """The responses with the items to which the input refers, by the id of the item."""
+
+    def conversation(self, body: ResponsesRequest | CompactRequest) -> tuple[list[Any], int]:
+        """Return all items: those of the previous response and before it, and the input; and their number before it.
+
+        Raises:
+            InvalidRequestError: no stored response has the item to which the input refers.
+        """
+        earlier: list[Any] = []
+        if self.previous is not None:
+            output = STORED_ITEMS.validate_python(json.loads(self.previous.body)["output"])
+            earlier = [*STORED_ITEMS.validate_json(self.previous.conversation), *output]
+        known: dict[str, Any] = {}
+        for each in {holder.id: holder for holder in self.holders.values()}.values():
+            shown = [*_shown(each.conversation, each.id), *json.loads(each.body)["output"]]
+            known |= {item["id"]: item for item in shown}
+        given = input_items(body)
+        for at, item in enumerate(given):
+            if isinstance(item, ItemReference) and (item.id not in self.holders or item.id not in known):
+                raise InvalidRequestError(
+                    f"input.{at}.id: no stored response has an item with the id {item.id[:80]!r:.80}; send the item "
+                    "itself",
+                    param=f"input.{at}.id",
+                )
+        found = STORED_ITEMS.validate_python([known[item.id] for item in given if isinstance(item, ItemReference)])
+        read = iter(found)
+        return [*earlier, *(next(read) if isinstance(item, ItemReference) else item for item in given)], len(earlier)
+
+
+def earlier_of(body: ResponsesRequest | CompactRequest, *stores: ResponseStore) -> Earlier:
+    """Return the stored responses to which a request refers, from the first store that has them.
+
+    Raises:
+        InvalidRequestError: the previous response is not stored, or not finished.
+    """
+    before = body.previous_response_id
+    store = next((each for each in stores if before in each), stores[-1])
+    referenced = [item.id for item in input_items(body) if isinstance(item, ItemReference)]
+    return Earlier(
+        previous=store.previous(before) if before is not None else None,
+        holders={
+            item_id: holder
+            for item_id in referenced
+            for each in reversed(stores)
+            if (holder := each.holder(item_id)) is not None
+        },
+    )
+
+
 class ResponseStore:
     """Stored responses. The least recently used ones are removed when there are too many.
 
@@ -363,6 +410,8 @@ class ResponseStore:
         self._limit_bytes = size_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._size_bytes = 0
+        self._holders: dict[str, str] = {}
+        """Ids of the responses, by the ids of the items in their output."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Tasks of responses in the background. There are no more than the engine accepts requests."""
 
@@ -372,6 +421,8 @@ class ResponseStore:
         if response.size_bytes > self._limit_bytes:
             return
         self._responses[response.id] = response
+        for item_id in ITEM_ID.findall(response.body):
+            self._holders.setdefault(item_id.decode(), response.id)
         self._size_bytes += response.size_bytes
         while len(self._responses) > self._limit or self._size_bytes > self._limit_bytes:
             self._remove(next(iter(self._responses)))
@@ -390,7 +441,7 @@ class ResponseStore:
         self._responses.move_to_end(response_id)
         return self._responses[response_id]
 
-    def __contains__(self, response_id: str) -> bool:
+    def __contains__(self, response_id: str | None) -> bool:
         return response_id in self._responses
 
     def previous(self, previous_response_id: str) -> StoredResponse:
@@ -414,6 +465,14 @@ class ResponseStore:
             )
         return previous
 
+    def holder(self, item_id: str) -> StoredResponse | None:
+        """Return the response with an item in its output, or in the conversation before it as ``input_items`` returns
+        it; None if there is none. Ids that a client has chosen are not found, because other clients could guess them.
+        """
+        # See ``_shown``.
+        before = item_id.partition("_")[2].rpartition("_")[0]
+        return self._responses.get(self._holders.get(item_id, f"resp_{before}"))
+
     def delete(self, response_id: str) -> None:
         """Remove a response, and cancel it if it is generated in the background.
 
@@ -428,6 +487,9 @@ class ResponseStore:
     def _remove(self, response_id: str) -> None:
         if (removed := self._responses.pop(response_id, None)) is not None:
             self._size_bytes -= removed.size_bytes
+            for item_id in ITEM_ID.findall(removed.body):
+                if self._holders.get(item_id.decode()) == response_id:
+                    del self._holders[item_id.decode()]
 
     # Responses in the background
 

@@ -20,7 +20,7 @@ from lmx_lab.errors import CallerError, ContextLengthError, LabError
 from lmx_lab.http.errors import detail_for, request_id_of, status_of
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.responses.convert import NAMES
-from lmx_lab.server.responses.routes import ResponseStore, answer_request, http_routes
+from lmx_lab.server.responses.routes import ResponseStore, answer_request, earlier_of, http_routes
 from lmx_lab.server.translate import json_text
 from lmx_lab.server.websocket import NORMAL, ServerStopping, accept, parse, receive, send_answer, send_text
 from lmx_lab.wire.responses import ResponseCreate
@@ -102,8 +102,8 @@ async def _answer(
     body = await parse(message, service.manager.settings.max_body_bytes, ResponseCreate.model_validate)
     before = body.previous_response_id
     try:
-        previous = (own if before in own else store).previous(before) if before is not None else None
-        request, writer_for = await answer_request(body, previous, own if body.store is False else store)
+        earlier = earlier_of(body, own, store)
+        request, writer_for = await answer_request(body, earlier, own if body.store is False else store)
         with NAMES.in_errors():
             await send_answer(socket, service, request, writer_for, _message)
     except ContextLengthError as exc:

@@ -20,6 +20,9 @@ BLOCK = {"type": "tool_use", "id": "c1", "name": "clock", "input": {}}
 TOOL_USE = {"role": "assistant", "content": [BLOCK]}
 ITEM = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
 OLLAMA_CALL = {"function": {"name": "clock", "arguments": {}}}
+FUNCTION = {"name": "clock", "arguments": "{}"}
+CUSTOM = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "x"}}
+EMPTY_TEXT = {"type": "text", "text": None}
 
 
 def calls(call=CALL):
@@ -93,6 +96,66 @@ NOTED = "noon\n</tool_response>"
                 "messages", {"messages": [USER, {"role": "assistant", "content": [{**BLOCK, "input": given}]}]}, ENTIRE
             )
             for given in (None, "")
+        ),
+        # Calls without ids, those of custom tools, and those that are older than tools.
+        *(
+            case(
+                "chat", {"messages": [USER, calls({**CALL, "id": id_}), {**chat_result(), "tool_call_id": id_}]}, NOTED
+            )
+            for id_ in (None, "")
+        ),
+        case(
+            "websocket", {"messages": [USER, calls({"function": FUNCTION}), {"role": "tool", "content": "noon"}]}, NOTED
+        ),
+        case(
+            "messages",
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [{**BLOCK, "id": None}]},
+                    results({"type": "tool_result", "content": "noon"}),
+                ]
+            },
+            ENTIRE,
+            NOTED,
+        ),
+        case("responses", {"input": [USER, {**ITEM, "call_id": None}, output(id=None)]}, ENTIRE, NOTED),
+        case("chat", {"messages": [USER, calls(CUSTOM), chat_result(), USER]}, '"arguments": {"input": "x"}', NOTED),
+        *(
+            case(
+                form,
+                {
+                    "messages": [
+                        USER,
+                        {"role": "assistant", "content": None, "function_call": FUNCTION},
+                        {"role": "function", "name": "clock", "content": "noon"},
+                    ]
+                },
+                ENTIRE,
+                NOTED,
+            )
+            for form in ("chat", "websocket")
+        ),
+        # Texts that are null.
+        case("chat", users([EMPTY_TEXT, TEXT]), "user\nSee:"),
+        case("messages", {"system": [EMPTY_TEXT], **users([EMPTY_TEXT, TEXT])}, "user\nSee:"),
+        case(
+            "messages",
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": None}]}, USER]},
+            ANSWERED,
+        ),
+        case("responses", {"input": [{"role": "user", "content": [EMPTY_TEXT, TEXT]}]}, "user\nSee:"),
+        case(
+            "responses",
+            {
+                "input": [
+                    USER,
+                    {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": None},
+                    {**output(), "type": "custom_tool_call_output"},
+                ]
+            },
+            '"arguments": {"input": ""}',
+            NOTED,
         ),
         # Answers and results without content.
         case("chat", {"messages": [USER, {"role": "assistant"}, USER]}, ANSWERED),
