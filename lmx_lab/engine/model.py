@@ -491,7 +491,7 @@ class LoadedModel(ABC, Generic[Row]):
         from lmx_lab.engine.preparer import encode_prompt
 
         async with self._converting() as tokenizer:
-            return (await encode_prompt(tokenizer, request))[0]
+            return (await encode_prompt(tokenizer, replace(request, is_counted=True)))[0]
 
     async def render(self, request: GenerationRequest) -> str:
         """Return the text that the chat template makes of a chat prompt.
@@ -503,7 +503,7 @@ class LoadedModel(ABC, Generic[Row]):
         assert isinstance(request.prompt, ChatPrompt)
         async with self._converting() as tokenizer:
             check_messages(request.prompt.messages)
-            return await tokenizer.render(request, request.prompt)
+            return await tokenizer.render(replace(request, is_counted=True), request.prompt)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids as the model's tokenizer shows it.

@@ -215,6 +215,8 @@ class GenerationRequest:
     """Whether to report the log-probability of each prompt token, with ``top_logprobs`` alternatives."""
     score_from: int = 0
     """Position of the first prompt token whose score is needed; an engine may leave out those before it."""
+    is_counted: bool = False
+    """Whether only the tokens of the prompt are wanted, which may then be more than fit in the model's context."""
     share_prefix: bool = False
     """Whether requests of all callers may continue the cached prompt and answer."""
     timeout_s: float | None = None

@@ -16,6 +16,9 @@ its beginning is tokenized."""
 MAX_CHARACTERS_PER_TOKEN = 100
 """A text with more characters than this for each token of the context is refused without tokenizing it, because 5 MB of
 spaces would take seconds. The longest word that WordPiece converts to a token has 100 characters."""
+COUNTED_TOKENS = 200_000
+"""Number of tokens that are counted in any prompt, even if the context of the model is smaller. Agents count prompts to
+find out whether they fit. Two million characters of code take 3 s."""
 MAX_PADDING_TOKENS = 128
 """Maximum difference of the vocabularies of a model and its draft model, as in llama.cpp. Models of one family pad
 their vocabulary to different sizes."""
@@ -158,12 +161,20 @@ def check_length(request: GenerationRequest, prompt: Sequence[int], entry: Model
         raise too_long(request, str(len(prompt)), entry, limit)
 
 
+def readable_tokens(request: GenerationRequest, context: int) -> int:
+    """Return how many tokens of a prompt are read, to generate an answer or to count them."""
+    return max(context, COUNTED_TOKENS) if request.is_counted else context
+
+
 def too_long(request: GenerationRequest, tokens: str, entry: ModelEntry, limit: int) -> ContextLengthError:
     """Return the error of a prompt that does not fit.
 
     Args:
         tokens: Number of its tokens, or a lower bound such as ``more than 512``.
     """
+    if request.is_counted:
+        what = f"prompt is too long to be counted: {tokens} tokens > {limit} maximum; count its parts separately"
+        return ContextLengthError(what, param=param_of(request))
     own, model, remedy = entry.context_length, f"{entry.id}, including the answer", "shorten the prompt"
     if own is not None and limit < own:
         model = f"{entry.id} as it is loaded, including the answer; its own limit is {own}"

@@ -72,8 +72,23 @@ def test_one_input_is_tokenized(http, body, problem):
     assert (error["param"], problem in error["message"]) == (None, True)
 
 
+def test_prompts_are_counted_that_do_not_fit_in_the_context(http):
+    words = "sea " * 30_000
+    chat = [{"role": "user", "content": words}]
+    tokens = answer(http, "/tokenize", {"messages": chat})
+    assert tokens["count"] > tokens["max_model_len"]
+    text = answer(http, "/apply-template", {"messages": chat})["prompt"]
+    assert answer(http, "/tokenize", {"content": text})["count"] == tokens["count"]
+    for path, body in (
+        ("/v1/messages/count_tokens", {"messages": chat}),
+        ("/v1/responses/input_tokens", {"input": words}),
+    ):
+        assert answer(http, path, body)["input_tokens"] == tokens["count"]
+
+
 def test_a_text_that_is_far_too_long_is_refused(http):
-    error_of(http.post("/tokenize", json={"content": "é" * 200_000}), 400, "context_length_exceeded")
+    response = http.post("/tokenize", json={"content": "é" * 1_000_000})
+    assert "200000 maximum; count its parts" in error_of(response, 400, "context_length_exceeded")["message"]
 
 
 def test_unknown_fields_are_ignored_and_named(http):

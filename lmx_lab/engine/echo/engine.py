@@ -54,6 +54,7 @@ from lmx_lab.engine.validation import (
     check_text,
     check_token_ids,
     no_steering_error,
+    readable_tokens,
     too_long,
 )
 from lmx_lab.errors import EngineError, InvalidRequestError, LabError, UnusableModelError
@@ -114,10 +115,11 @@ class EchoTokenizer:
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``. If the text is far too long, only its beginning is tokenized."""
-        enough = (self.context_length + 1) * LONGEST_PIECE
+        limit = readable_tokens(request, self.context_length)
+        enough = (limit + 1) * LONGEST_PIECE
         tokens = self.model.vocabulary.encode(text[:enough])
         if len(text) > enough:
-            raise too_long(request, f"more than {len(tokens)}", self.entry, self.context_length)
+            raise too_long(request, f"more than {len(tokens)}", self.entry, limit)
         return tokens
 
     async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:

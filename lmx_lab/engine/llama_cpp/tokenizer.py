@@ -36,6 +36,7 @@ from lmx_lab.engine.validation import (
     MAX_CHARACTERS_PER_TOKEN,
     check_size,
     no_steering_error,
+    readable_tokens,
     too_long,
 )
 from lmx_lab.errors import EngineError, InvalidRequestError, QueueFullError, UnusableModelError
@@ -199,7 +200,7 @@ class LlamaTokenizer:
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
         """See ``Tokenizer``."""
-        context = self.context_length
+        context = readable_tokens(request, self.context_length)
         longest = context * CHARACTERS_PER_TOKEN
         given = text if len(text) <= context * MAX_CHARACTERS_PER_TOKEN else text[:longest]
         tokens = await self.tokenize(given, at_most=context, parse_special=True, add_special=special)

@@ -19,7 +19,14 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, InfillPrompt
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.engine.tokenizing.encoder import TextEncoder, is_panic
-from lmx_lab.engine.validation import CHARACTERS_PER_TOKEN, check_characters, check_samplers, check_size, too_long
+from lmx_lab.engine.validation import (
+    CHARACTERS_PER_TOKEN,
+    check_characters,
+    check_samplers,
+    check_size,
+    readable_tokens,
+    too_long,
+)
 from lmx_lab.errors import EngineError
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.tokenizer_files import InfillTokens, find_infill_tokens
@@ -87,6 +94,7 @@ class MlxTokenizer:
             QueueFullError: other long texts are being tokenized.
         """
         context, beginning = self.context_length, text
+        context = None if context is None else readable_tokens(request, context)
         if context is not None and len(text) > context * CHARACTERS_PER_TOKEN:
             beginning = text[: context * CHARACTERS_PER_TOKEN]
         ids = await self._encode(beginning, special=special, param=param)

@@ -161,6 +161,12 @@ async def test_a_prompt_that_is_far_too_long_is_refused_with_its_least_length(mo
             await model.submit(request(prompt=TextPrompt(text=" " * 5_000_000)))
 
 
+async def test_a_prompt_that_does_not_fit_in_the_context_is_counted(model):
+    count = len(await model.model.encode(request(prompt=chat("word " * 50_000))))
+    # 512 tokens fit.
+    assert 50_000 <= count < 110_000
+
+
 @pytest.mark.parametrize("message", [{"content": "no role"}, {"role": "user"}])
 async def test_messages_that_the_template_refuses_are_an_invalid_request(model, message):
     with invalid("messages"):
