@@ -24,19 +24,18 @@ from starlette.requests import ClientDisconnect
 from lmx_lab.errors import BodyTooLargeError, InvalidRequestError, QueueFullError, SlowRequestError
 from lmx_lab.http import SMALL_BYTES, Limits
 from lmx_lab.http.errors import validation_error
-from lmx_lab.wire.limits import DIGITS_LIMIT, Structure
+from lmx_lab.wire.base import DIGITS_LIMIT, Structure
 
 T = TypeVar("T")
 
 NESTING_LIMIT = 64
 RETRY_S = 2
-Text = bytes | bytearray | str
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-large-bodies")
 """Reads the large bodies of all servers of this process, one after the other. The thread starts with the first one and
 belongs to no server, so that it remains when a server ends."""
 
 
-async def read_json(text: Text, validate: Callable[[Any], T], *, wait_s: float = 3.0) -> T:
+async def read_json(text: bytes | bytearray | str, validate: Callable[[Any], T], *, wait_s: float = 3.0) -> T:
     """Parse JSON as defined by its standard: without NaN and lone surrogates, and at most 64 levels deep.
 
     A body of up to ``SMALL_BYTES`` with few values is read on the event loop, in a few milliseconds. Others are read on
@@ -51,15 +50,11 @@ async def read_json(text: Text, validate: Callable[[Any], T], *, wait_s: float =
         BodyTooLargeError: it contains more than ``Structure`` allows.
         QueueFullError: it waited for other large bodies for ``wait_s``.
     """
-    if len(text) <= SMALL_BYTES and _has_few_values(text):
-        structure = Structure()
-        structure.add(text, 0, len(text))
-        _check_contents(structure)
-        value = _parse(text)
-        if structure.may_have_infinity:
-            _check_numbers(value)
-        return validate(value)
-    reading = _THREAD.submit(_read_with_pauses, text, validate)
+    data = text.encode() if isinstance(text, str) else text
+    # Commas and brackets, in strings or not.
+    if len(data) <= SMALL_BYTES and sum(map(data.count, b",[{")) <= 2000:
+        return _read(data, validate)
+    reading = _THREAD.submit(_read_with_pauses, data, validate)
     waiting = asyncio.wrap_future(reading)
     try:
         await asyncio.wait({waiting}, timeout=wait_s)
@@ -76,36 +71,55 @@ async def read_json(text: Text, validate: Callable[[Any], T], *, wait_s: float =
         del reading, waiting
 
 
-def _has_few_values(text: Text) -> bool:
-    """Whether a text has at most 2,000 commas and brackets, in strings or not."""
-    data = text.encode() if isinstance(text, str) else text
-    return sum(map(data.count, b",[{")) <= 2000
-
-
-def _read_with_pauses(text: Text, validate: Callable[[Any], T]) -> T:
-    structure, start = Structure(), 0
-    began = time.thread_time()
-    has_gc = gc.isenabled()
+def _read_with_pauses(data: bytes | bytearray, validate: Callable[[Any], T]) -> T:
+    began, has_gc = time.thread_time(), gc.isenabled()
     # Tracing 50,000 lists repeatedly takes longer than parsing them.
     gc.disable()
     try:
-        while start < len(text):
-            start = structure.add(text, start, SMALL_BYTES)
-            _check_contents(structure)
-            began = _pause(began)
-        value = _parse(text)
-        began = _pause(began)
-        if structure.may_have_infinity:
-            began = _check_numbers(value, began)
-        return validate(value)
+        return _read(data, validate, began)
     finally:
         if has_gc:
             gc.enable()
         _pause(began)
 
 
+def _read(data: bytes | bytearray, validate: Callable[[Any], T], began: float = math.inf) -> T:
+    """Check, parse and validate a body.
+
+    Args:
+        began: When the first step began, on a thread that pauses between the steps.
+    """
+    structure, start = Structure(), 0
+    while start < len(data):
+        start = structure.add(data, start, SMALL_BYTES)
+        if structure.excess is not None:
+            raise BodyTooLargeError(f"the body has more than {structure.excess}, the limit of this server; send less")
+        if structure.has_long_number:
+            raise InvalidRequestError(f"a number in the body has more than {DIGITS_LIMIT} digits; send a shorter one")
+        if structure.depth > NESTING_LIMIT:
+            raise InvalidRequestError(
+                f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
+            )
+        began = _pause(began)
+    if data[:3] == b"\xef\xbb\xbf":
+        raise InvalidRequestError("the body begins with a byte order mark (U+FEFF); send UTF-8 without one")
+    try:
+        value = pydantic_core.from_json(data, allow_inf_nan=False)
+    except ValueError as exc:
+        what, at, place = str(exc).rpartition(" at line ")
+        if what in ("unexpected end of hex escape", "lone leading surrogate in hex escape"):
+            # The parser names its step and not the error.
+            what = "a lone surrogate (\\ud800 to \\udfff without its other half) is not a character"
+        raise InvalidRequestError(f"the body is not valid JSON: {what}{at}{place}") from exc
+    began = _pause(began)
+    if structure.may_have_infinity:
+        _check_numbers(value, began)
+    return validate(value)
+
+
 def _pause(began: float) -> float:
-    """Pause if this thread has computed for more than 3 ms since ``began``. Return when its next step begins.
+    """Pause if this thread has computed for more than 3 ms since ``began``, which may be infinite for no pauses. Return
+    when its next step begins.
 
     Steps of large bodies take up to about 50 ms. The pause is long enough for the several iterations of the event loop
     that another request takes.
@@ -116,35 +130,8 @@ def _pause(began: float) -> float:
     return began
 
 
-def _check_contents(structure: Structure) -> None:
-    if structure.excess is not None:
-        raise BodyTooLargeError(f"the body has more than {structure.excess}, the limit of this server; send less")
-    if structure.has_long_number:
-        raise InvalidRequestError(f"a number in the body has more than {DIGITS_LIMIT} digits; send a shorter one")
-    if structure.depth > NESTING_LIMIT:
-        raise InvalidRequestError(
-            f"the body is nested deeper than {NESTING_LIMIT} levels; flatten it (a schema can use $defs and $ref)"
-        )
-
-
-def _parse(text: Text) -> Any:
-    if text[:1] == "\ufeff" or text[:3] == b"\xef\xbb\xbf":
-        raise InvalidRequestError("the body begins with a byte order mark (U+FEFF); send UTF-8 without one")
-    try:
-        return pydantic_core.from_json(text, allow_inf_nan=False)
-    except ValueError as exc:
-        what, at, place = str(exc).rpartition(" at line ")
-        if what in ("unexpected end of hex escape", "lone leading surrogate in hex escape"):
-            # The parser names its step and not the error.
-            what = "a lone surrogate (\\ud800 to \\udfff without its other half) is not a character"
-        raise InvalidRequestError(f"the body is not valid JSON: {what}{at}{place}") from exc
-
-
-def _check_numbers(value: Any, began: float = math.inf) -> float:
-    """Refuse a number that is too large: 1e400 is parsed as infinity, which no answer could contain.
-
-    With ``began``, pauses between the lists and objects, and returns when the next step begins.
-    """
+def _check_numbers(value: Any, began: float) -> None:
+    """Refuse a number that is too large: 1e400 is parsed as infinity, which no answer could contain."""
     waiting = [[value]]
     while waiting:
         values = waiting.pop()
@@ -156,7 +143,6 @@ def _check_numbers(value: Any, began: float = math.inf) -> float:
             elif isinstance(child, list):
                 waiting.append(child)
         began = _pause(began)
-    return began
 
 
 class BodyMemory:
@@ -241,18 +227,6 @@ async def read_body(request: Request, limit_bytes: int, memory: BodyMemory, limi
         memory.resize(reserved, 0)
 
 
-class ParsedRequest(Request):
-    """A request whose JSON body was already parsed and validated. FastAPI accepts the valid object as it is."""
-
-    def __init__(self, request: Request, body: bytearray, value: Any) -> None:
-        super().__init__(request.scope, request.receive)
-        self._body = body  # type: ignore[assignment]
-        self._value = value
-
-    async def json(self) -> Any:
-        return self._value
-
-
 class StrictRoute(APIRoute):
     """A route that reads its JSON body as defined in this module. Routes without a body are FastAPI's own."""
 
@@ -272,7 +246,11 @@ class StrictRoute(APIRoute):
                     if kind != "application/json" and (kind or is_of_a_page):
                         raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")
                     value = await read_json(body, self._validate)
-                return await handle(ParsedRequest(request, body, value))
+                # Not the same request, which exists until the end of the response and would keep the body in memory.
+                # FastAPI accepts the valid object as it is, in place of a parsed body.
+                parsed = Request(request.scope, request.receive)
+                parsed._body, parsed._json = body, value  # type: ignore[assignment]
+                return await handle(parsed)
 
         return strict if {"POST", "PATCH"} & set(self.methods or ()) else handle
 

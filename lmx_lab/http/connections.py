@@ -113,7 +113,9 @@ class HttpProtocol(H11Protocol):
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         enable_keepalive(sock)
-        limit_unsent(transport)
+        transport.set_write_buffer_limits(high=UNSENT_BYTES)
+        with contextlib.suppress(AttributeError, OSError):  # no such option in this system, or the connection has ended
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._set_piece()
         if len(self.connections) > self._limits.connections or is_reserved(sock.fileno()):
             others = len(self.connections) - 1
@@ -174,7 +176,7 @@ class HttpProtocol(H11Protocol):
                 "lmx_lab.abort": self.transport.abort,
                 "lmx_lab.is_half_closed": lambda: self._is_half_closed,
             }
-            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.headers}:
+            if {b"content-length", b"transfer-encoding"} <= dict(self.headers).keys():
                 # A proxy may have used the other header, and read the rest as another request (RFC 9112, 6.1 and 11.2).
                 self._refuse(
                     HTTPStatus.BAD_REQUEST,
@@ -187,7 +189,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def _is_chunked(self) -> bool:
-        return any(name == b"transfer-encoding" for name, _ in self.headers)
+        return b"transfer-encoding" in dict(self.headers)
 
     def _set_piece(self) -> None:
         """Set how much is read at once: more if the rest of the body is not chunked, or is dropped."""
@@ -321,8 +323,8 @@ class HttpProtocol(H11Protocol):
 
     def _should_upgrade(self) -> bool:
         # A request that is not a handshake (RFC 6455, 4.1) is an ordinary request, even if it asks for an upgrade.
-        has_key = any(name == b"sec-websocket-key" for name, _ in self.headers)
-        return self.scope["method"] == "GET" and has_key and super()._should_upgrade()
+        is_handshake = self.scope["method"] == "GET" and b"sec-websocket-key" in dict(self.headers)
+        return is_handshake and super()._should_upgrade()
 
     def send_400_response(self, msg: str) -> None:
         # If the application has begun its response, this one would be in the middle of it.
@@ -605,14 +607,6 @@ def enable_keepalive(sock: socket.socket) -> None:
             option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
             if option is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def limit_unsent(transport: asyncio.Transport) -> None:
-    """Limit the unsent data in the buffer of the system and in that of the transport."""
-    transport.set_write_buffer_limits(high=UNSENT_BYTES)
-    with contextlib.suppress(AttributeError, OSError):  # the system has no such option, or the connection has ended
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def is_remote(host: str) -> bool:

@@ -123,17 +123,11 @@ def detail_for(connection: HTTPConnection, error: LabError) -> ErrorDetail:
 
     If the application has ``state.without_paths``, which removes paths from a message, only local callers see paths.
     """
-    detail = error_detail(error, request_id_of(connection))
+    detail = error_detail(error, connection.scope.get("lmx_lab.request_id"))
     without_paths: Callable[[str], str] | None = getattr(connection.app.state, "without_paths", None)
     if without_paths is None or is_local(connection.scope):
         return detail
     return detail.model_copy(update={"message": without_paths(detail.message)})
-
-
-def request_id_of(connection: HTTPConnection) -> str | None:
-    """Return the id that ``http.middleware`` assigned to a request."""
-    request_id: str | None = connection.scope.get("lmx_lab.request_id")
-    return request_id
 
 
 def client_of(connection: HTTPConnection) -> str:
@@ -166,7 +160,9 @@ async def on_lab_error(request: Request, exc: Exception) -> JSONResponse:
     """Respond to an error of this package."""
     assert isinstance(exc, LabError)
     if not isinstance(exc, CallerError):
-        log.warning("%s %s failed (%s): %s", request.method, request.url.path, request_id_of(request), exc)
+        log.warning(
+            "%s %s failed (%s): %s", request.method, request.url.path, request.scope.get("lmx_lab.request_id"), exc
+        )
     return respond(request.scope, exc, detail_for(request, exc))
 
 
@@ -211,7 +207,7 @@ async def on_disconnect(request: Request, exc: Exception) -> Response:
 
 async def on_bug(request: Request, exc: Exception) -> JSONResponse:
     """Respond to any other exception, and log it."""
-    request_id = request_id_of(request)
+    request_id = request.scope.get("lmx_lab.request_id")
     log.error("%s %s failed (%s)", request.method, request.url.path, request_id, exc_info=exc)
     failure = LabError(f"internal error; the log contains the details for {request_id}")
     response = respond(request.scope, failure)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
+from starlette.datastructures import Headers
+
 from lmx_lab.errors import HostForbiddenError, InvalidRequestError, LabError, OriginForbiddenError, UnauthorizedError
 
 Scope = MutableMapping[str, Any]
@@ -41,7 +43,7 @@ RESPONSE_HEADERS = (
 CONTENT_POLICY = "frame-ancestors 'self'"
 """The ``Content-Security-Policy`` of responses without their own. Only pages of the same origin may frame them; behind
 jupyter-server-proxy, these are the pages of JupyterLab."""
-FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
+FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
 """Headers that proxies and tunnels add. Their values are never trusted; they show that the caller is on another
 machine."""
 REFRESH_S = 2.0
@@ -186,30 +188,25 @@ def check(scope: Scope, policy: GuardPolicy) -> None:
         OriginForbiddenError: the policy does not allow the page that makes the request.
         UnauthorizedError: the key is missing or wrong.
     """
-    host, parsed = _host_of(scope)
-    is_allowed_host = (
-        host is not None
-        and parsed is not None
-        and (
-            _is_listed(host, parsed, policy.hosts)
-            or parsed[0] in policy.any_port_hosts
-            or _is_from_trusted_proxy(scope, policy)
-        )
-    )
-    if host is None or not is_allowed_host:
-        shown = " and ".join(repr(_text(value)[:100]) for value in _values(scope, b"host")[:3]) or "missing"
+    headers, host = Headers(scope=scope), _host_of(scope)
+    if not host or (
+        policy.hosts.isdisjoint(host[:2])
+        and host[2] not in policy.any_port_hosts
+        and not _is_from_trusted_proxy(scope, policy)
+    ):
+        shown = " and ".join(repr(value.lower()[:100]) for value in headers.getlist("host")[:3]) or "missing"
         allowed = ", ".join(sorted(policy.hosts | policy.any_port_hosts))
         raise HostForbiddenError(
             f"Host header is {shown}; this server accepts {allowed}; --allow-host (allowed_hosts) adds a name"
         )
-    if origins := _values(scope, b"origin"):
-        origin = _text(origins[0])
-        if len(origins) > 1 or not (allows_origin(origin, policy) or _is_own_origin(origin, host, policy)):
-            shown = " and ".join(repr(_text(value)[:100]) for value in origins[:3])
+    if origins := headers.getlist("origin"):
+        origin = origins[0].lower()
+        if len(origins) > 1 or not (allows_origin(origin, policy) or _is_own_origin(origin, host[0], policy)):
+            shown = " and ".join(repr(value.lower()[:100]) for value in origins[:3])
             hint = "a page without an origin cannot be allowed" if origin == "null" else "--cors-origin adds an origin"
             raise OriginForbiddenError(f"pages of origin {shown} may not use this server; {hint}")
-    is_preflight = scope.get("method") == "OPTIONS" and _values(scope, b"access-control-request-method")
-    is_open = scope["path"] in policy.open_paths or bool(is_preflight)
+    is_preflight = scope.get("method") == "OPTIONS" and bool(headers.get("access-control-request-method"))
+    is_open = scope["path"] in policy.open_paths or is_preflight
     if policy.key is not None and not is_open and not _has_key(scope, policy, policy.key):
         raise UnauthorizedError(f"this server needs its key: {policy.key_hint}")
 
@@ -235,9 +232,8 @@ def is_local(scope: Scope) -> bool:
         return False
     if policy.key is not None and _has_key(scope, policy, policy.key):
         return True
-    is_direct = not any(name.lower() in FORWARDED for name, _ in scope["headers"])
-    host, parsed = _host_of(scope)
-    has_loopback_host = host is not None and _is_listed(host, parsed, policy.local_hosts)
+    is_direct = FORWARDED.isdisjoint(Headers(scope=scope).keys())
+    has_loopback_host = not policy.local_hosts.isdisjoint(_host_of(scope)[:2])
     return (is_direct and has_loopback_host) or _is_from_trusted_proxy(scope, policy)
 
 
@@ -251,15 +247,13 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-def _host_of(scope: Scope) -> tuple[str | None, tuple[str, int] | None]:
-    """Return the single ``Host`` of a request in lower case, and its name and port; None if missing or malformed."""
-    values = _values(scope, b"host")
-    host = _text(values[0]) if len(values) == 1 else None
-    return host, _parse_host(host, DEFAULT_PORTS.get(scope.get("scheme", "http"), 80)) if host else None
-
-
-def _is_listed(host: str, parsed: tuple[str, int] | None, hosts: frozenset[str]) -> bool:
-    return parsed is not None and (host in hosts or f"{parsed[0]}:{parsed[1]}" in hosts)
+def _host_of(scope: Scope) -> tuple[str, ...]:
+    """Return the ``Host`` of a request in lower case: as it was sent, with its port, and without a port. The result is
+    empty if the header is missing, repeated or malformed.
+    """
+    values = Headers(scope=scope).getlist("host")
+    host = values[0].lower() if len(values) == 1 else ""
+    return (host, *parsed) if (parsed := _parse_host(host, DEFAULT_PORTS.get(scope.get("scheme", ""), 80))) else ()
 
 
 def allows_origin(origin: str, policy: GuardPolicy) -> bool:
@@ -291,26 +285,25 @@ def _is_own_origin(origin: str, host: str, policy: GuardPolicy) -> bool:
     if parsed is None:
         return False
     # The host was already accepted. On a name that is allowed with any port, another port is another program.
-    return f"{parsed[0]}:{parsed[1]}" in policy.hosts or match["host"] == host
+    return parsed[0] in policy.hosts or match["host"] == host
 
 
 def _has_key(scope: Scope, policy: GuardPolicy, key: str) -> bool:
-    headers = []
-    for header in _values(scope, b"authorization"):
-        kind, _, value = header.partition(b" ")
-        headers.append(value.strip() if kind.lower() == b"bearer" else b"")
+    headers, bearers, queries = Headers(scope=scope), [], []
+    for header in headers.getlist("authorization"):
+        kind, _, value = header.partition(" ")
+        bearers.append(value.strip(" \t") if kind.lower() == "bearer" else "")
     # Clients of the Messages format send the key in this header.
-    others = [value.strip() for value in _values(scope, b"x-api-key")]
-    queries = []
+    others = [value.strip(" \t") for value in headers.getlist("x-api-key")]
     if scope["type"] == "websocket" and scope["path"] in policy.query_key_paths:
         query = scope.get("query_string", b"").decode("latin-1")
         pairs = parse_qsl(query, keep_blank_values=True, encoding="latin-1")
-        queries = [text.encode("latin-1") for name, text in pairs if name == "token"]
-    given = [*headers, *others, *queries]
+        queries = [text for name, text in pairs if name == "token"]
+    given = [*bearers, *others, *queries]
     # At most one of each kind. If several are given, all have to be correct.
-    is_complete = bool(given) and all(len(values) <= 1 for values in (headers, others, queries))
+    is_complete = bool(given) and all(len(values) <= 1 for values in (bearers, others, queries))
     # All keys are compared, so that the time does not depend on the first result.
-    same = [hmac.compare_digest(one, key.encode()) for one in given]
+    same = [hmac.compare_digest(one.encode("latin-1"), key.encode()) for one in given]
     return is_complete and all(same)
 
 
@@ -358,14 +351,7 @@ def _parse_allowed_origin(text: str) -> str:
     return origin.removesuffix(f":{DEFAULT_PORTS.get(match['scheme'])}")
 
 
-def _parse_host(text: str, default_port: int) -> tuple[str, int] | None:
+def _parse_host(text: str, default_port: int) -> tuple[str, str] | None:
+    """Return a host with its port, and without it; None if it is malformed."""
     match = _HOST.fullmatch(text)
-    return (match["name"], int(match["port"] or default_port)) if match else None
-
-
-def _values(scope: Scope, name: bytes) -> list[bytes]:
-    return [value for key, value in scope["headers"] if key.lower() == name]
-
-
-def _text(value: bytes) -> str:
-    return value.decode("latin-1").lower()
+    return (f"{match['name']}:{match['port'] or default_port}", match["name"]) if match else None

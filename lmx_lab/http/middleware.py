@@ -151,7 +151,7 @@ class ResponseHeaders:
                 status = message.get("status", HTTPStatus.SWITCHING_PROTOCOLS)
                 headers = [*message.get("headers", ()), id_header, *FIXED_HEADERS]
                 # Some responses have a policy of their own.
-                if not any(name.lower() == CONTENT_POLICY_HEADER for name, _ in headers):
+                if CONTENT_POLICY_HEADER not in dict(headers):
                     headers.append((CONTENT_POLICY_HEADER, CONTENT_POLICY.encode()))
                 message = {**message, "headers": headers}
             await send(message)

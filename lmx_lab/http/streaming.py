@@ -82,9 +82,23 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         watch = SendWatch(self._blocked_limit_s)
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
             async with watch:
-                await self._stream(send, watch)
+                await watch.send(send(start))
+                keep_alive = asyncio.create_task(self._send_keep_alives(send, watch)) if self._keep_alive else None
+                try:
+                    async for text in self._texts:
+                        await watch.send(send(_part(text)))
+                finally:
+                    # If sending a text was interrupted, the iterator has not been notified yet.
+                    if isinstance(self._texts, AsyncGenerator):
+                        await self._texts.aclose()
+                    if keep_alive is not None:
+                        keep_alive.cancel()
+                        # A lost connection is reported by the other task.
+                        await asyncio.gather(keep_alive, return_exceptions=True)
+                await watch.send(send({"type": "http.response.body", "body": b"", "more_body": False}))
         except TimeoutError:
             if not watch.expired:
                 raise
@@ -94,23 +108,6 @@ class EventStream(StreamingResponse):
             self._abort()
             # The server is notified of the lost connection before this returns.
             await asyncio.sleep(0)
-
-    async def _stream(self, send: Send, watch: SendWatch) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await watch.send(send(start))
-        keep_alive = asyncio.create_task(self._send_keep_alives(send, watch)) if self._keep_alive else None
-        try:
-            async for text in self._texts:
-                await watch.send(send(_part(text)))
-        finally:
-            # If sending a text was interrupted, the iterator has not been notified yet.
-            if isinstance(self._texts, AsyncGenerator):
-                await self._texts.aclose()
-            if keep_alive is not None:
-                keep_alive.cancel()
-                # A lost connection is reported by the other task.
-                await asyncio.gather(keep_alive, return_exceptions=True)
-        await watch.send(send({"type": "http.response.body", "body": b"", "more_body": False}))
 
     async def _send_keep_alives(self, send: Send, watch: SendWatch) -> None:
         """Run as a separate task: a timer for each token would cost more than its text."""

@@ -28,7 +28,7 @@ from lmx_lab.engine import (
 from lmx_lab.engine.lookup import EMBEDDING, RERANK, Kinds
 from lmx_lab.engine.stream import Outcome
 from lmx_lab.errors import AdminForbiddenError, EngineError, LabError
-from lmx_lab.http.errors import client_of, request_id_of
+from lmx_lab.http.errors import client_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.server.events import ServerEvent
 from lmx_lab.server.recording import Recorded, Recording, continued_request, request_from_json, with_seed
@@ -121,7 +121,7 @@ class InferenceService:
         return Caller(
             local=is_local(connection.scope),
             client=client_of(connection),
-            request_id=request_id_of(connection),
+            request_id=connection.scope.get("lmx_lab.request_id"),
             own=self.recording.is_own(connection),
         )
 

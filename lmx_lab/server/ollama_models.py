@@ -19,7 +19,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, QueueFullError, UnusableModelError
 from lmx_lab.http.bodies import StrictRoute
-from lmx_lab.http.errors import detail_for, request_id_of, status_of
+from lmx_lab.http.errors import detail_for, status_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import EventStream, while_connected
@@ -356,7 +356,7 @@ async def _pull_lines(download: Download, request: Request) -> AsyncGenerator[st
     try:
         await download.wait()
     except LabError as exc:
-        log.warning("%s: the download of %s failed: %s", request_id_of(request), download.name, exc)
+        log.warning("%s: the download of %s failed: %s", request.scope.get("lmx_lab.request_id"), download.name, exc)
         yield ollama_error(detail_for(request, exc), status_of(exc)).model_dump_json() + "\n"
         return
     yield SUCCESS

@@ -19,7 +19,7 @@ from starlette.websockets import WebSocketDisconnect
 from lmx_lab.engine import GenerationRequest
 from lmx_lab.errors import BodyTooLargeError, CallerError, InvalidRequestError, LabError, UnavailableError
 from lmx_lab.http.bodies import read_json
-from lmx_lab.http.errors import detail_for, request_id_of, validation_error
+from lmx_lab.http.errors import detail_for, validation_error
 from lmx_lab.http.streaming import SendWatch
 from lmx_lab.sanitize import escape_line_ends
 from lmx_lab.server.answers import Choices, StreamWriter
@@ -73,7 +73,7 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
                 await _answer(socket, service, request)
             except LabError as exc:
                 if not isinstance(exc, CallerError):
-                    log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)
+                    log.warning("%s: the WebSocket request failed: %s", socket.scope.get("lmx_lab.request_id"), exc)
                 await _send(socket, _error(socket, exc))
                 await socket.close(_close_code(exc))
 
@@ -145,7 +145,7 @@ async def send_answer(
         if not watch.expired:
             raise
         reason = f"the client has accepted no data for {watch.blocked_s:g} s"
-        log.warning("%s: cancelled, because %s", request_id_of(socket), reason)
+        log.warning("%s: cancelled, because %s", socket.scope.get("lmx_lab.request_id"), reason)
         # This is an extension of ``http.connections``. Closing through ASGI would wait for the client.
         close = (socket.scope.get("extensions") or {}).get("lmx_lab.close")
         if close is not None:

@@ -25,6 +25,7 @@ from typing_extensions import TypeAliasType
 from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.values.outputs import FinishReason
 from lmx_lab.wire.base import (
+    FEW_VALUES,
     WHOLE,
     Alternatives,
     LenientModel,
@@ -38,7 +39,6 @@ from lmx_lab.wire.base import (
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat, json_text
 from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Hint, Timings, Usage
-from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import (
     PART_LIMIT,
     AnswerFunction,
@@ -172,13 +172,9 @@ class ChatMessage(LenientModel):
         return result_text(value) if info.data.get("role") in ("tool", "function") else value
 
     @model_validator(mode="after")
-    def _check_content(self) -> Self:
+    def _check_role(self) -> Self:
         if "content" not in self.model_fields_set and self.role not in ("assistant", "tool", "function"):
             raise ValueError("content is missing")
-        return self
-
-    @model_validator(mode="after")
-    def _check_role(self) -> Self:
         for name, value, role in (
             ("tool_calls", self.tool_calls, "assistant"),
             ("function_call", self.function_call, "assistant"),

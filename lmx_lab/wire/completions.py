@@ -19,10 +19,9 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.outputs import FinishReason
-from lmx_lab.wire.base import NO_LIMIT, WHOLE, Alternatives, Choices, LenientModel
+from lmx_lab.wire.base import ITEM_LIMIT, NO_LIMIT, WHOLE, Alternatives, Choices, LenientModel
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
-from lmx_lab.wire.limits import ITEM_LIMIT
 
 PROMPT_LIMIT = 1024
 # Named types, because members of a union must be hashable, and FailFast is not.

@@ -15,6 +15,7 @@ from typing_extensions import TypeAliasType
 from lmx_lab.values.steering import STEER_LIMIT, SteeringVector
 from lmx_lab.wire.base import (
     ANY_MODEL,
+    FEW_VALUES,
     NO_EMPTY_STOPS,
     WHOLE,
     AnyModel,
@@ -44,7 +45,6 @@ from lmx_lab.wire.formats import (
     TextFormat,
     schema_format,
 )
-from lmx_lab.wire.limits import FEW_VALUES
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "max_tokens": ("max_completion_tokens", "n_predict"),
@@ -269,7 +269,7 @@ class CompatibleFields(GenerationFields, Hints):
         return given
 
     @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _check_parameters(self) -> Self:
         for name in NAMES:
             given = self._given(name)
             if isinstance(given.get("response_format"), TextFormat):
@@ -278,10 +278,6 @@ class CompatibleFields(GenerationFields, Hints):
             for other, differing in others:
                 if name == "response_format" or differing != value:
                     raise ValueError(f"{first} and {other} are two names of one parameter; send only one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> Self:
         most = self.setting("max_tokens")
         if self.min_tokens and most is not None and self.min_tokens > most:
             raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {most}; send a larger max_tokens")

@@ -24,6 +24,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.wire.base import (
     ANY_MODEL,
+    FEW_VALUES,
     NO_EMPTY_STOPS,
     WHOLE,
     AnyModel,
@@ -37,7 +38,6 @@ from lmx_lab.wire.base import (
 )
 from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
 from lmx_lab.wire.formats import JsonSchema, Name
-from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, Arguments, ParameterSchema, check_argument_texts, tag
 
 

@@ -30,6 +30,7 @@ from lmx_lab.values.bodies import MEMBER_LIMIT
 from lmx_lab.values.models import TimeToLive
 from lmx_lab.wire.base import (
     ANY_MODEL,
+    FEW_VALUES,
     NO_EMPTY_STOPS,
     WHOLE,
     Alternatives,
@@ -49,7 +50,6 @@ from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
 from lmx_lab.wire.completions import shape_of
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.formats import Name, kind_of
-from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import PART_LIMIT, TOOL_LIMIT, MessageToolCalls, check_counts
 
 NO_VISION = Neutral("images (the models of this server have no vision; send text only)", ([],))

@@ -12,9 +12,18 @@ from pydantic.config import JsonDict
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import MEMBER_LIMIT
-from lmx_lab.wire.base import LISTED, WHOLE, Identifier, NonEmpty, Penalty, Probability, RequestModel, Temperature
+from lmx_lab.wire.base import (
+    FEW_VALUES,
+    LISTED,
+    WHOLE,
+    Identifier,
+    NonEmpty,
+    Penalty,
+    Probability,
+    RequestModel,
+    Temperature,
+)
 from lmx_lab.wire.errors import ErrorDetail
-from lmx_lab.wire.limits import FEW_VALUES
 from lmx_lab.wire.tools import check_counts
 
 CONTENT_CHARACTERS = 1_000_000

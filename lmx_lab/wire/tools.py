@@ -22,9 +22,8 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import MEMBER_LIMIT
-from lmx_lab.wire.base import WHOLE, LenientModel, NonEmpty, OtherModel, Written
+from lmx_lab.wire.base import FEW_VALUES, VALUE_LIMIT, WHOLE, LenientModel, NonEmpty, OtherModel, Structure, Written
 from lmx_lab.wire.formats import Name, check_length, json_text, kind_of
-from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, Structure
 
 T = TypeVar("T", bound=BaseModel)
 TOOL_LIMIT = 128
@@ -366,18 +365,20 @@ def check_counts(messages: Any) -> Any:
     Raises:
         ValueError: there are too many tool calls or content parts.
     """
-    given = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-    for field, what, limit in (("tool_calls", "tool calls", CALL_LIMIT), ("content", "content parts", PART_LIMIT)):
-        count = sum(len(_as_list(message.get(field))) for message in given)
+    calls: list[Any] = []
+    given_functions: list[Any] = []
+    parts = 0
+    for message in messages if isinstance(messages, list) else ():
+        given = message if isinstance(message, dict) else {}
+        if isinstance(its_calls := given.get("tool_calls"), list):
+            calls += its_calls
+        given_functions.append(given.get("function_call"))
+        if isinstance(content := given.get("content"), list):
+            parts += len(content)
+    for count, what, limit in ((len(calls), "tool calls", CALL_LIMIT), (parts, "content parts", PART_LIMIT)):
         if count > limit:
             raise ValueError(f"have {count:,} {what} together, the limit is {limit:,}; leave the oldest out")
-    functions = [
-        call.get("function")
-        for message in given
-        for call in _as_list(message.get("tool_calls"))
-        if isinstance(call, dict)
-    ]
-    functions += [message.get("function_call") for message in given]
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] + given_functions
     check_argument_texts(function.get("arguments") for function in functions if isinstance(function, dict))
     return messages
 
@@ -391,16 +392,15 @@ def check_argument_texts(texts: Iterable[Any]) -> None:
     structure = Structure()
     # The texts are joined, because each call of the counter has a fixed cost. A text with an unterminated string would
     # hide the contents of the texts after it, but validation stops at this error.
-    structure.add_whole("\n".join(text for text in texts if isinstance(text, str)))
+    text, start = "\n".join(text for text in texts if isinstance(text, str)).encode(), 0
+    # Counting stops after the piece in which a limit is exceeded.
+    while start < len(text) and structure.excess is None:
+        start = structure.add(text, start, 65_536)
     if structure.excess is not None:
         raise ValueError(
             f"have tool calls whose arguments have more than {structure.excess} together, the limit; "
             "leave the oldest out"
         )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 # In answers and chunks

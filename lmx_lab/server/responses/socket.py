@@ -17,7 +17,7 @@ from fastapi import APIRouter, WebSocket
 from starlette.websockets import WebSocketDisconnect
 
 from lmx_lab.errors import CallerError, ContextLengthError, LabError
-from lmx_lab.http.errors import detail_for, request_id_of, status_of
+from lmx_lab.http.errors import detail_for, status_of
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.responses.convert import NAMES
 from lmx_lab.server.responses.routes import ResponseStore, answer_request, earlier_of, http_routes
@@ -82,7 +82,7 @@ async def _answer_all(
                     await _answer(socket, service, store, own, message)
                 except LabError as exc:
                     if not isinstance(exc, CallerError):
-                        log.warning("%s: the WebSocket request failed: %s", request_id_of(socket), exc)
+                        log.warning("%s: the WebSocket request failed: %s", socket.scope.get("lmx_lab.request_id"), exc)
                     await send_text(socket, _error_event(socket, exc))
         except TimeoutError:
             await socket.close(NORMAL, f"no request within {IDLE_S:g} s")

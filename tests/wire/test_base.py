@@ -22,9 +22,8 @@ from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.bodies import Body
 from lmx_lab.wire.admin import TraceBody
-from lmx_lab.wire.base import RequestModel
+from lmx_lab.wire.base import FEW_VALUES, VALUE_LIMIT, RequestModel, check_values
 from lmx_lab.wire.errors import validated
-from lmx_lab.wire.limits import FEW_VALUES, VALUE_LIMIT, check_values
 from lmx_lab.wire.sessions import ChangeSession
 
 LISTS = {"list", "set", "frozenset", "tuple", "dict", "generator"}
