@@ -138,25 +138,20 @@ class EchoTokenizer:
         return [*prompt, MESSAGE, *self.model.vocabulary.encode("assistant\n")], ""
 
     async def encode_name(self, text: str, param: str) -> list[int]:
-        """See ``Tokenizer``."""
         return self.model.vocabulary.encode(text)
 
     async def show(self, tokens: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
         return self.model.vocabulary.show(tokens)
 
     decoded = show
 
     async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
-        """See ``Tokenizer``."""
         return self.model.vocabulary.show((await self.encode_chat(request, chat))[0])
 
     async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
-        """See ``Tokenizer``."""
         return [self.model.vocabulary.bytes[token] for token in tokens]
 
     async def infill_tokens(self) -> InfillTokens:
-        """See ``Tokenizer``."""
         return InfillTokens(prefix=BEGIN, suffix=MESSAGE, middle=MESSAGE, ends=frozenset())
 
     def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
@@ -169,11 +164,9 @@ class EchoTokenizer:
         return "possible" if thinks else "closed"
 
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
-        """See ``Tokenizer``."""
         return await self.grammars.matchers(grammar, count, _tools(request))
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> EchoRow:
-        """See ``Tokenizer``."""
         script, pace, asked = self.script, self.tokens_per_s, request.prompt
         if script is None and isinstance(asked, TokenPrompt):
             text = list(asked.tokens)
@@ -195,7 +188,6 @@ class EchoTokenizer:
         )
 
     async def begin(self, generation: Generation[EchoRow]) -> None:
-        """See ``Tokenizer``."""
         for token in generation.start:
             generation.row.sampler.record(token)
         generation.read_start(ends=ends_answer(generation, (END,)))
@@ -284,7 +276,6 @@ class EchoRounds:
     # Computation
 
     def judge(self, generation: Generation[EchoRow]) -> Verdict:
-        """See ``Computation``."""
         return Verdict.TAKE
 
     def begin(self, generation: Generation[EchoRow]) -> None:
@@ -313,7 +304,6 @@ class EchoRounds:
             answers.scored(generation, PromptScores(tokens=scores), now)
 
     def can_pause(self, generation: Generation[EchoRow]) -> bool:
-        """See ``Computation``."""
         return True
 
     def pause(self, generation: Generation[EchoRow]) -> None:
@@ -327,13 +317,11 @@ class EchoRounds:
         generation.row.due_at = max(generation.row.due_at, now)
 
     def remove(self, generation: Generation[EchoRow]) -> None:
-        """See ``Computation``."""
         ended = [*generation.prompt, *generation.row.tokens]
         self._sequences = [(generation.request.scope, ended), *self._sequences[: KEPT_SEQUENCES - 1]]
         self.schedule()
 
     def remaining_s(self, generation: Generation[EchoRow]) -> float:
-        """See ``Computation``."""
         return (generation.max_tokens - generation.output_tokens) * generation.row.interval_s
 
     def _step(self, generation: Generation[EchoRow]) -> None:
@@ -435,7 +423,6 @@ class EchoLoaded(LoadedModel[EchoRow]):
 
     @property
     def memory_bytes(self) -> int:
-        """See ``LoadedModel``."""
         return self._model.memory_bytes
 
     async def _close(self, error: LabError) -> int:
@@ -484,14 +471,12 @@ class EchoLoaded(LoadedModel[EchoRow]):
     async def _read_texts(
         self, texts: Sequence[str | Sequence[int]], *, input_type: InputType | None, truncate: bool, param: str
     ) -> list[TextTokens]:
-        """See ``LoadedModel``."""
         return [
             self._read(text, param if param == "query" else f"{param}.{at}", truncate=truncate)
             for at, text in enumerate(texts)
         ]
 
     async def _beginnings(self, documents: Sequence[str], tokens: int) -> list[str]:
-        """See ``LoadedModel``."""
         vocabulary = self._model.vocabulary
         return [vocabulary.decode(vocabulary.encode(text[: tokens * LONGEST_PIECE])[:tokens]) for text in documents]
 
@@ -511,7 +496,6 @@ class EchoLoaded(LoadedModel[EchoRow]):
         return TextTokens(tuple(tokens[:limit]))
 
     async def _compute(self, job: TextJob) -> Vectors:
-        """See ``LoadedModel``."""
         rows: list[Vectors] = []
         job.start()
         job.peak_memory_bytes = self.memory_bytes
@@ -536,11 +520,9 @@ class EchoEngine:
 
     @property
     def memory(self) -> EngineMemory:
-        """See ``Engine``."""
         return EngineMemory(total=self._total_bytes, limit=self._host.budget.limit_bytes)
 
     async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
-        """See ``Engine``."""
         check_options(replace(entry, context_length=2**20), spec)
         return LoadPlan(
             model=entry.id,
@@ -553,13 +535,11 @@ class EchoEngine:
         )
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
-        """See ``Engine``."""
         # Coding agents send prompts that are longer than the default context.
         check_options(replace(entry, context_length=2**20), spec)
         await in_thread(functools.partial(read_model, entry, self._settings), name="lmx-lab-check")
 
     async def load(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadedModel[EchoRow]:
-        """See ``Engine``."""
         model, script = await in_thread(functools.partial(read_model, entry, self._settings))
         return EchoLoaded(entry, spec, self._settings, self._host, model=model, script=script)
 

@@ -161,7 +161,6 @@ class LlamaModel(LoadedModel[AnswerReader]):
 
     @property
     def memory_bytes(self) -> int:
-        """See ``LoadedModel``."""
         return self._used_bytes()
 
     def _used_bytes(self) -> int:
@@ -169,7 +168,6 @@ class LlamaModel(LoadedModel[AnswerReader]):
 
     @property
     def totals(self) -> TokenTotals:
-        """See ``LoadedModel``."""
         totals = super().totals
         if self._slot_files is not None:
             totals.prefix_disk_written_bytes = self._slot_files.written_bytes
@@ -233,7 +231,6 @@ class LlamaModel(LoadedModel[AnswerReader]):
     # Texts
 
     async def embed(self, request: EmbeddingRequest, permit: Permit) -> asyncio.Task[Embeddings]:
-        """See ``LoadedModel``."""
         if request.input_type is not None:
             raise InvalidRequestError(
                 "a GGUF file has no prompts for queries and documents; leave out input_type, and write the prompt into "
@@ -245,7 +242,6 @@ class LlamaModel(LoadedModel[AnswerReader]):
     async def _read_texts(
         self, texts: Sequence[str | Sequence[int]], *, input_type: InputType | None, truncate: bool, param: str
     ) -> list[TextTokens]:
-        """See ``LoadedModel``."""
         return [
             TextTokens(await self._read(text, param if param == "query" else f"{param}.{at}", truncate=truncate))
             for at, text in enumerate(texts)
@@ -273,7 +269,6 @@ class LlamaModel(LoadedModel[AnswerReader]):
         return pairs
 
     async def _beginnings(self, documents: Sequence[str], tokens: int) -> list[str]:
-        """See ``LoadedModel``."""
         found = []
         for document in documents:
             ids = await self.tokenizer.tokenize(document, at_most=tokens, parse_special=False, add_special=False)
@@ -357,12 +352,9 @@ class LlamaCppEngine:
 
     @property
     def memory(self) -> EngineMemory:
-        """See ``Engine``."""
         return EngineMemory(total=self._total_bytes, limit=self._host.budget.limit_bytes)
 
     async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
-        """See ``Engine``."""
-
         def plan() -> LoadPlan:
             check_options(entry, spec)
             header, draft = read_gguf(entry.path), read_draft(entry)
@@ -371,8 +363,6 @@ class LlamaCppEngine:
         return await in_thread(plan, name="lmx-lab-plan")
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
-        """See ``Engine``."""
-
         def check() -> list[str]:
             require_installed(entry.path)
             check_options(entry, spec)

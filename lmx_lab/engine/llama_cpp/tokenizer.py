@@ -134,7 +134,6 @@ class LlamaTokenizer:
         return self._token_index
 
     async def infill_tokens(self) -> InfillTokens | None:
-        """See ``Tokenizer``."""
         if self._infill is None:
             self._infill = (await in_thread(functools.partial(gguf_infill_tokens, self.entry)),)
         return self._infill[0]
@@ -189,7 +188,6 @@ class LlamaTokenizer:
             task.exception()  # retrieved, because the caller may have been cancelled
 
     def check(self, request: GenerationRequest) -> None:
-        """See ``Tokenizer``."""
         if request.thinking_budget is not None:
             raise InvalidRequestError(
                 'llama.cpp does not support thinking_budget; leave it out, or load the model with engine="mlx"',
@@ -199,7 +197,6 @@ class LlamaTokenizer:
             raise no_steering_error("llama.cpp")
 
     async def encode(self, request: GenerationRequest, text: str, *, special: bool, param: str) -> list[int]:
-        """See ``Tokenizer``."""
         context = readable_tokens(request, self.context_length)
         longest = context * CHARACTERS_PER_TOKEN
         given = text if len(text) <= context * MAX_CHARACTERS_PER_TOKEN else text[:longest]
@@ -210,30 +207,24 @@ class LlamaTokenizer:
         return tokens
 
     async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
-        """See ``Tokenizer``."""
         text = await self.render(request, chat)
         return await self.encode(request, text, special=True, param="messages"), text
 
     async def encode_name(self, text: str, param: str) -> list[int]:
-        """See ``Tokenizer``."""
         body = {"content": text, "add_special": False, "parse_special": True}
         return [int(token) for token in (await self._ask("/tokenize", body))["tokens"]]
 
     async def decoded(self, tokens: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
         return str((await self._ask("/detokenize", {"tokens": list(tokens)}))["content"])
 
     async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
-        """See ``Tokenizer``."""
         known = (await self.load_token_table()).tokens
         return [known[token] for token in tokens]
 
     async def show(self, tokens: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
         return (await self.load_token_table()).show(tokens)
 
     def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
-        """See ``Tokenizer``."""
         return self.chat_format.reasoning_state(tail)
 
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> str:
@@ -263,7 +254,6 @@ class LlamaTokenizer:
         return join_texts
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> AnswerReader:
-        """See ``Tokenizer``."""
         return AnswerReader()
 
     async def begin(self, generation: LlamaGeneration) -> None:

@@ -94,12 +94,10 @@ class MlxModel(LoadedModel[MlxRow]):
 
     @property
     def memory_bytes(self) -> int:
-        """See ``LoadedModel``."""
         return self._memory_bytes if self.lost is None else 0
 
     @property
     def progress_at(self) -> float:
-        """See ``LoadedModel``."""
         return max(self.worked_at, self._thread.progress_at)
 
     async def _close(self, error: LabError) -> int:
@@ -148,12 +146,10 @@ class MlxChat(MlxModel):
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """See ``LoadedModel``."""
         return self.generating.prefix_cache_bytes
 
     @property
     def totals(self) -> TokenTotals:
-        """See ``LoadedModel``."""
         totals = super().totals
         totals.prefix_disk_written_bytes = self.generating.written_bytes
         return totals
@@ -218,7 +214,6 @@ class MlxChat(MlxModel):
         await self._thread.call(add)
 
     async def trace(self, request: TraceRequest, permit: Permit) -> asyncio.Task[Trace]:
-        """See ``LoadedModel``."""
         tokenizer, _ = self._chat()
         arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
         async with self._accepting(permit, arrived_at, timeout_s):
@@ -278,7 +273,6 @@ class MlxEncoder(MlxModel):
     async def _read_texts(
         self, texts: Sequence[str | Sequence[int]], *, input_type: InputType | None, truncate: bool, param: str
     ) -> list[TextTokens]:
-        """See ``LoadedModel``."""
         read: list[TextTokens] = []
         for at, part in _slices(texts):
             first = None if param == "query" else at
@@ -286,21 +280,18 @@ class MlxEncoder(MlxModel):
         return read
 
     async def _read_pairs(self, query: str, documents: Sequence[str], *, truncate: bool) -> list[TextTokens]:
-        """See ``LoadedModel``."""
         read: list[TextTokens] = []
         for first, part in _slices(documents, beside=len(query)):
             read += await self._texts.pairs(query, part, truncate=truncate, first=first)
         return read
 
     async def _beginnings(self, documents: Sequence[str], tokens: int) -> list[str]:
-        """See ``LoadedModel``."""
         return [text for _, part in _slices(documents) for text in await self._texts.beginnings(part, tokens)]
 
     def _job(self, texts: Sequence[TextTokens], arrived_at: float, *, raw: bool = False) -> EncodeJob:
         return EncodeJob(texts=texts, arrived_at=arrived_at, raw=raw, model=self, encoder=self._encoder)
 
     async def _compute(self, job: TextJob) -> Vectors:
-        """See ``LoadedModel``."""
         assert isinstance(job, EncodeJob)
         return await self._thread.compute(self._thread.encoding, job)
 
@@ -347,7 +338,6 @@ class MlxEngine:
 
     @property
     def memory(self) -> EngineMemory:
-        """See ``Engine``."""
         thread, used = self._thread, memory.used_bytes()
         return EngineMemory(
             total=self._total_bytes,
@@ -359,11 +349,9 @@ class MlxEngine:
 
     @property
     def blas(self) -> BlasReport | None:
-        """See ``Engine``."""
         return self._thread.blas if self._thread is not None else None
 
     async def plan(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> LoadPlan:
-        """See ``Engine``."""
         check_options(entry, spec)
         if spec.deterministic:
             raise UnusableModelError(
@@ -396,7 +384,6 @@ class MlxEngine:
         return await asyncio.shield(result)
 
     async def check(self, entry: ModelEntry, spec: LoadSpec, *, room_bytes: int) -> None:
-        """See ``Engine``."""
         check_room(entry, await self.plan(entry, spec, room_bytes=room_bytes), room_bytes, spec.context_length)
         try:
             await check_tokenizer_files(entry.path)

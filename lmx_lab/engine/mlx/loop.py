@@ -282,13 +282,11 @@ class GenerationLoop:
         return Verdict.TAKE
 
     def begin(self, generation: MlxGeneration) -> None:
-        """See ``Computation``."""
         if self.batch is not None:
             self.batch.insert(generation)
             self.answers.post(generation, _progress(generation))
 
     def can_pause(self, generation: MlxGeneration) -> bool:
-        """See ``Computation``."""
         return self.batch is not None and self.batch.can_pause(generation)
 
     def pause(self, generation: MlxGeneration) -> None:
@@ -297,13 +295,11 @@ class GenerationLoop:
             self._process(self.batch, self.batch.pause(generation))
 
     def resume(self, generation: MlxGeneration) -> None:
-        """See ``Computation``."""
         if self.batch is not None:
             generation.mailbox.steps.start(time.perf_counter())
             self.batch.insert(generation)
 
     def remove(self, generation: MlxGeneration) -> None:
-        """See ``Computation``."""
         _count_drafts(generation)
         if self.batch is not None:
             self.batch.remove(generation)

@@ -317,7 +317,6 @@ class ModelDrafter(Drafter):
         self._model = model
 
     def propose(self, tokens: Sequence[int], sampled: Callable[[], int], *, limit: int) -> list[int]:
-        """See ``Drafter``."""
         if len(tokens) < self._resume_at:
             return []
         text = [*tokens, sampled()]

@@ -179,20 +179,16 @@ class MlxThread:
 
     @property
     def allowed_bytes(self) -> int:
-        """See ``Room``."""
         return self._budget.allowed_bytes if self._device_bytes is None else self._device_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """See ``Room``."""
         return self._budget.limit_bytes if self._device_bytes is None else self._device_bytes
 
     def used_bytes(self) -> int:
-        """See ``Room``."""
         return self._budget.used_bytes if self._device_bytes is None else memory.used_bytes()
 
     def needed_by_others(self, loop: GenerationLoop) -> int:
-        """See ``Room``."""
         needed = self.used_bytes() - memory.used_bytes() + self.loading_bytes
         for each in self.models.values():
             if each is not loop:
@@ -200,17 +196,14 @@ class MlxThread:
         return needed
 
     def is_busy_beside(self, loop: GenerationLoop) -> bool:
-        """See ``Room``."""
         return any(each is not loop and each.answers.scheduler.running for each in self._loops())
 
     def keep_prefixes(self, limit_bytes: int) -> None:
-        """See ``Room``."""
         caches = [loop.batch.prefixes for loop in self._loops() if loop.batch is not None]
         while sum(cache.nbytes for cache in caches) > limit_bytes:
             min((cache for cache in caches if len(cache)), key=lambda cache: cache.oldest_at).drop_oldest()
 
     def free(self, excess_bytes: int) -> None:
-        """See ``Room``."""
         excess_bytes -= self.return_freed()
         kept = sum(loop.prefix_cache_bytes for loop in self._loops())
         if excess_bytes > 0 and kept:
@@ -221,7 +214,6 @@ class MlxThread:
             self.evict(excess_bytes)
 
     def return_freed(self) -> int:
-        """See ``Room``."""
         if self._device_bytes is not None:
             return 0
         before, now = self._budget.unlowered_bytes, time.perf_counter()
@@ -233,7 +225,6 @@ class MlxThread:
         return max(0, self._budget.unlowered_bytes - before)
 
     def evict(self, missing_bytes: int) -> None:
-        """See ``Room``."""
         now = time.perf_counter()
         if self._device_bytes is None and now >= self._evicted_at + self.return_s:
             self._evicted_at = now

@@ -115,51 +115,40 @@ class MlxTokenizer:
         return encoded.ids
 
     async def encode_chat(self, request: GenerationRequest, chat: ChatPrompt) -> tuple[list[int], str]:
-        """See ``Tokenizer``."""
         text = await self.render(request, chat)
         check_characters(text, "messages")
         return await self.encode(request, text, special=False, param="messages"), text
 
     async def encode_name(self, text: str, param: str) -> list[int]:
-        """See ``Tokenizer``."""
         return await self._encode(text, special=False, param=param)
 
     async def render(self, request: GenerationRequest, chat: ChatPrompt) -> str:
-        """See ``Tokenizer``."""
         return await render_chat_template(self._tokenizer, self.chat_format, self.entry, request, chat)
 
     async def show(self, tokens: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
         return await self.call(partial(_decode, self._tokenizer, tokens, clean_up_tokenization_spaces=False))
 
     async def decoded(self, tokens: Sequence[int]) -> str:
-        """See ``Tokenizer``."""
         return await self.show(tokens)
 
     async def token_bytes(self, tokens: Sequence[int]) -> list[bytes]:
-        """See ``Tokenizer``."""
         return await self.call(lambda: [self._vocabulary.bytes_of(token) for token in tokens])
 
     async def infill_tokens(self) -> InfillTokens | None:
-        """See ``Tokenizer``."""
         return self.infill
 
     def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
-        """See ``Tokenizer``."""
         return self.chat_format.reasoning_state(tail)
 
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
-        """See ``Tokenizer``."""
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
         return await self._grammars.matchers(grammar, count, tools)
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> MlxRow:
-        """See ``Tokenizer``."""
         is_infill = isinstance(request.prompt, InfillPrompt)
         return MlxRow(tokens=prompt, ends=self.ends | self.infill.ends if is_infill and self.infill else self.ends)
 
     async def begin(self, generation: Generation[MlxRow]) -> None:
-        """See ``Tokenizer``."""
         ends = ends_answer(generation, generation.row.ends)
         await self.call(partial(generation.read_start, ends=ends))
 

@@ -200,7 +200,6 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
         memory.release()
 
     def cancel(self, job: TraceJob) -> None:
-        """See ``JobQueue``."""
         super().cancel(job)
         if self._steps is not None and self._steps[0] is job:
             self._steps[1].close()
