@@ -57,6 +57,26 @@ class _AddressInfo(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True)
+class MemoryRange:
+    """A range of addresses of this process, and the file that it is mapped from."""
+
+    start: int
+    end: int
+    permissions: str
+    offset: int
+    path: str
+    """Empty without a file."""
+
+
+def mappings() -> Iterator[MemoryRange]:
+    """Iterate over the mappings of this process, in the order of their addresses."""
+    for line in MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        span, permissions, offset, _, _, *path = line.split(maxsplit=5)
+        start, end = (int(address, 16) for address in span.split("-"))
+        yield MemoryRange(start, end, permissions, int(offset, 16), path[0] if path else "")
+
+
 def libraries() -> list[Library]:
     """List the loaded libraries that have ``.so`` in their file names, from the mappings of this process.
 
@@ -64,25 +84,22 @@ def libraries() -> list[Library]:
     that imports an extension module waits for that lock while it holds the interpreter's.
     """
     found = []
-    for line in MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        addresses, permissions, offset, _, _, *path = line.split(maxsplit=5)
+    for mapping in mappings():
         # The first mapping of a library contains the headers of its file.
-        if path and ".so" in os.path.basename(path[0]) and permissions.startswith("r") and int(offset, 16) == 0:
-            library = _loaded_at(int(addresses.partition("-")[0], 16), path[0])
-            found += [library] if library is not None else []
+        is_first = mapping.permissions.startswith("r") and mapping.offset == 0
+        if not is_first or ".so" not in os.path.basename(mapping.path):
+            continue
+        header = ctypes.string_at(mapping.start, 64)
+        if not header.startswith(b"\x7fELF\x02"):
+            continue
+        (offset,), (count,) = struct.unpack_from("<Q", header, 0x20), struct.unpack_from("<H", header, 0x38)
+        headers = ctypes.string_at(mapping.start + offset, count * PROGRAM_HEADER.size)
+        parts = [(kind, virtual) for kind, _, _, virtual, *_ in PROGRAM_HEADER.iter_unpack(headers)]
+        base = mapping.start - next((virtual for kind, virtual in parts if kind == PT_LOAD), 0)
+        dynamic = next((virtual for kind, virtual in parts if kind == PT_DYNAMIC), None)
+        if dynamic is not None:
+            found.append(Library(path=mapping.path, base=base, dynamic=base + dynamic))
     return found
-
-
-def _loaded_at(address: int, path: str) -> Library | None:
-    header = ctypes.string_at(address, 64)
-    if not header.startswith(b"\x7fELF\x02"):
-        return None
-    (offset,), (count,) = struct.unpack_from("<Q", header, 0x20), struct.unpack_from("<H", header, 0x38)
-    headers = ctypes.string_at(address + offset, count * PROGRAM_HEADER.size)
-    parts = [(kind, virtual) for kind, _, _, virtual, *_ in PROGRAM_HEADER.iter_unpack(headers)]
-    base = address - next((virtual for kind, virtual in parts if kind == PT_LOAD), 0)
-    dynamic = next((virtual for kind, virtual in parts if kind == PT_DYNAMIC), None)
-    return None if dynamic is None else Library(path=path, base=base, dynamic=base + dynamic)
 
 
 def slots(library: Library, names: Collection[str], machine: str) -> dict[str, list[int]]:
@@ -221,10 +238,7 @@ def protect(address: int, size: int, protection: int) -> None:
 
 
 def _protection(page: int) -> int:
-    with MAPS.open(encoding="utf-8", errors="surrogateescape") as maps:
-        for line in maps:
-            span, flags = line.split(maxsplit=2)[:2]
-            low, high = (int(part, 16) for part in span.split("-"))
-            if low <= page < high:
-                return sum(bit for flag, bit in PROT.items() if flag in flags)
+    for mapping in mappings():
+        if mapping.start <= page < mapping.end:
+            return sum(bit for flag, bit in PROT.items() if flag in mapping.permissions)
     raise OSError(f"no memory is mapped at {page:#x}")

@@ -32,8 +32,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from lmx_lab.engine.cpu_blas import elf, gemv, machine_code
-from lmx_lab.engine.cpu_blas.exponential import Exponential
+from lmx_lab.engine.cpu_blas import elf, machine_code
 from lmx_lab.engine.memory import default_threads, threads_from_environment
 from lmx_lab.values.engine import BlasName, BlasReport
 
@@ -82,9 +81,16 @@ class OpenBlas:
             ImportError: the package is not installed, or contains no library.
             OSError: the library cannot be loaded.
         """
-        path = _library_path()
+        # The package is not imported: that would load the library for the whole process.
+        spec = importlib.util.find_spec(PACKAGE)
+        if spec is None or spec.origin is None:
+            raise ImportError("the package scipy-openblas32 is not installed")
+        folder = Path(spec.origin).parent / "lib"
+        path = next(iter(sorted(folder.glob("libscipy_openblas*.so*"))), None)
+        if path is None:
+            raise ImportError(f"there is no library in {folder}")
         values = {"OPENBLAS_THREAD_TIMEOUT": IDLE_TIMEOUT}
-        if is_narrow_avx512():
+        if is_narrow_avx512(machine_code.processor_facts()):
             values["OPENBLAS_CORETYPE"] = "Zen"
         # Values that the user has set take precedence.
         values |= {name: os.environ[name] for name in values if os.environ.get(name)}
@@ -104,7 +110,8 @@ class OpenBlas:
         self._library.scipy_openblas_get_corename.restype = ctypes.c_char_p
         self.is_fork_safe = _disable_fork_handlers(path, machine)
         """Whether the process can fork while OpenBLAS has more than one thread."""
-        os.register_at_fork(after_in_child=self._after_fork)
+        # A forked child has a single thread; OpenBLAS would wait for the others.
+        os.register_at_fork(after_in_child=lambda: self._library.scipy_openblas_set_num_threads(1))
 
     @property
     def title(self) -> str:
@@ -131,34 +138,17 @@ class OpenBlas:
         assert address is not None
         return address
 
-    def _after_fork(self) -> None:
-        # A forked child has a single thread; OpenBLAS would wait for the others.
-        self.threads = 1
 
-
-def is_narrow_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def is_narrow_avx512(facts: Mapping[str, str]) -> bool:
     """Whether the processor computes 512 bits in two halves: AMD's Zen 4, family 25.
 
     OpenBLAS treats it as SkylakeX, but its 256-bit kernels are faster there. GFLOP/s of a product with a (384, 1,536)
     matrix on one core, SkylakeX against Zen kernels: 45 and 62 with 8 rows, 88 and 97 with 64, 101 and 107 with 240.
+
+    Args:
+        facts: See ``processor_facts``.
     """
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
-    except OSError:
-        return False
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return facts.get("vendor_id") == "AuthenticAMD" and facts.get("cpu family") == "25"
-
-
-def _library_path() -> Path:
-    # The package is not imported: that would load the library for the whole process.
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ImportError("the package scipy-openblas32 is not installed")
-    files = sorted((Path(spec.origin).parent / "lib").glob("libscipy_openblas*.so*"))
-    if not files:
-        raise ImportError(f"there is no library in {Path(spec.origin).parent / 'lib'}")
-    return files[0]
 
 
 def _disable_fork_handlers(path: Path, machine: str) -> bool:
@@ -228,7 +218,7 @@ class _Binding:
         self._openblas: OpenBlas | None = None
         self._functions: dict[str, int] = {}
         self._gemv = False
-        self._exponential: Exponential | None = None
+        self._exponential: machine_code.Exponential | None = None
         """Set while MLX uses it."""
         self._configured: tuple[str, int | None] | None = None
         self._report = BlasReport(name="reference", detail="")
@@ -309,7 +299,12 @@ class _Binding:
             self._originals = before
             if difference := find_difference():
                 raise _NotBoundError(f"its products differ from numpy's ({difference}); {PRELOAD}")
-            self._replace_exponential()
+            try:
+                exponential = machine_code.Exponential(_mlx_library())
+                exponential.replace()
+                self._exponential = exponential
+            except OSError as exc:
+                log.info("MLX keeps its own exp function: %s", exc)
         return BlasReport(
             name="openblas",
             detail=openblas.title,
@@ -319,22 +314,15 @@ class _Binding:
             threads_fixed=threads is not None or threads_from_environment(os.environ) is not None,
         )
 
-    def _replace_exponential(self) -> None:
-        try:
-            exponential = Exponential(_mlx_library())
-            exponential.replace()
-        except OSError as exc:
-            log.info("MLX keeps its own exp function: %s", exc)
-        else:
-            self._exponential = exponential
-
     def _find_functions(self, openblas: OpenBlas) -> dict[str, int]:
         functions = {name: openblas.address(name) for name in FUNCTIONS}
         # On arm64, OpenBLAS itself calls gemv where possible.
         self._gemv = platform.machine() == "aarch64"
         if platform.machine() == machine_code.MACHINE:
             try:
-                functions["cblas_sgemm"] = gemv.build(functions["cblas_sgemm"], openblas.address("cblas_sgemv"))
+                functions["cblas_sgemm"] = machine_code.build_sgemm(
+                    functions["cblas_sgemm"], openblas.address("cblas_sgemv")
+                )
                 self._gemv = True
             except OSError as exc:
                 log.info("Products with a single row are computed by sgemm: %s", exc)
@@ -466,17 +454,13 @@ class ThreadChoice:
         elif self._fixed:
             self._use(self.max_threads)
         else:
-            self._use(self._choose(rows))
-
-    def _choose(self, rows: int) -> int:
-        now, was_idle = time.perf_counter(), time.perf_counter() - self._used_at > PAUSE_S
-        self._used_at = now
-        if rows < FEW_ROWS or (was_idle and rows < SHORT_ROWS):
-            return 1
-        interval_s = INTERVAL_S if self._fastest == self.max_threads else BUSY_INTERVAL_S
-        if now - self._measured_at > interval_s:
-            self._measure()
-        return self._fastest
+            now, was_idle = time.perf_counter(), time.perf_counter() - self._used_at > PAUSE_S
+            self._used_at = now
+            is_short = rows < FEW_ROWS or (was_idle and rows < SHORT_ROWS)
+            interval_s = INTERVAL_S if self._fastest == self.max_threads else BUSY_INTERVAL_S
+            if not is_short and now - self._measured_at > interval_s:
+                self._measure()
+            self._use(1 if is_short else self._fastest)
 
     def _measure(self) -> None:
         self.wait()

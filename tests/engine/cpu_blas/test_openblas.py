@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas, elf, openblas
+from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas, elf, machine_code, openblas
 from lmx_lab.engine.cpu_blas.openblas import BUSY_INTERVAL_S, INTERVAL_S, PAUSE_S
 from lmx_lab.values.engine import BlasReport
 from tests.engine.cpu_blas.helpers import needs_slots, needs_x86, run
@@ -88,11 +88,11 @@ def test_programs_started_while_mlx_computes_get_the_original_environment():
 def test_zen_4_is_recognized_by_its_family(tmp_path, facts, narrow):
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\n{facts}\n\nprocessor\t: 1\n{facts}\n")
-    assert openblas.is_narrow_avx512(file) is narrow
+    assert openblas.is_narrow_avx512(machine_code.processor_facts(file)) is narrow
 
 
-def test_without_cpuinfo_no_special_kernels_are_chosen(tmp_path):
-    assert openblas.is_narrow_avx512(tmp_path / "none") is False
+def test_without_cpuinfo_nothing_is_known_about_the_processor(tmp_path):
+    assert machine_code.processor_facts(tmp_path / "none") == {}
 
 
 @needs_x86
