@@ -136,6 +136,7 @@ SUBJECTS = {
     "daemon.app": "the application of the daemon",
     "daemon.turns.message": "pure code: a message from the pieces of a stream",
     "daemon.storage.schema": "a file format: the tables of the database and their migrations",
+    "engine.encoders.bert": "an architecture of models",
     "engine.encoders.modernbert": "an architecture of models",
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.swap": "an algorithm: the order of requests for models that do not fit together",

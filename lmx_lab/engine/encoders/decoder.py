@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from lmx_lab.engine.encoders.bert import require_one_label
 from lmx_lab.engine.encoders.layers import (
     SCORES_BYTES,
+    Head,
     ModelConfig,
+    Network,
     PaddedBatch,
     Steps,
     on_cpu,
+    read_model,
     require_finite,
-    require_memory,
+    require_one_label,
     run_to_end,
 )
-from lmx_lab.engine.encoders.sentence_transformers import LogitTokens
-from lmx_lab.engine.mlx.weights import DTYPES, checked_classes, fit_weights, read_weights
+from lmx_lab.engine.mlx.weights import checked_classes
 from lmx_lab.errors import UnusableModelError
 
 PROBE = [[1, 2, 3]]
@@ -34,38 +32,43 @@ TOLERANCE = 0.05
 """Largest difference, relative to the largest value. Rounding causes less, another order of operations more."""
 
 
-@dataclass(frozen=True, eq=False)
-class Decoder:
-    """A causal decoder without its head; implements ``Network``. Padding is on the right, so it has no effect."""
+class Decoder(Network):
+    """A causal decoder without its head. Padding is on the right, so it has no effect.
 
-    inner: Any
-    """mlx-lm's model without its head; it has ``embed_tokens``, ``layers`` and ``norm``."""
-    heads: int
-    hidden_size: int
-    inner_size: int
-    vocabulary_size: int
-    itemsize: int
-    positions: int | None = None
-    segments: int = 1
+    Args:
+        model: mlx-lm's model, whose ``model`` has ``embed_tokens``, ``layers`` and ``norm``.
+    """
 
-    def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
+    vectors = (10, 4)
+    """Residual, norms, queries, keys, values, result; gate, up and their product."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner, self.positions, self.segments = model.model, None, 1
+        embedded = model.model.embed_tokens(mx.array([0]))
+        self.hidden_size = int(embedded.shape[-1])
+        self.heads = int(getattr(model.args, "num_attention_heads", 1))
+        self.inner_size = int(getattr(model.args, "intermediate_size", 4 * self.hidden_size))
+        self.vocabulary_size = int(model.model.embed_tokens.weight.shape[0])
+        self._itemsize = int(embedded.dtype.size)
+
+    @property
+    def itemsize(self) -> int:
+        return self._itemsize
+
+    def forward(self, batch: PaddedBatch) -> Steps:
         x = self.inner.embed_tokens(mx.array(batch.ids))
-        chunk = self._chunk(*batch.ids.shape)
+        chunk = self.block_length(*batch.ids.shape)
         for layer in self.inner.layers:
             x = yield from _run_layer(layer, x, chunk)
             yield x
         return self.inner.norm(x)  # type: ignore[no-any-return]
 
-    def _chunk(self, rows: int, length: int) -> int:
-        """Return the number of tokens computed at a time, so that a CPU does not store all attention scores."""
+    def block_length(self, rows: int, length: int) -> int:
+        """See ``Network``. A CPU does not store all attention scores."""
         if not on_cpu():
             return length
         return max(1, min(length, SCORES_BYTES // (self.itemsize * rows * self.heads * length)))
-
-    def batch_bytes(self, rows: int, length: int) -> int:
-        scores = rows * self.heads * self._chunk(rows, length) * length
-        # Scores and their softmax; residual, norms, queries, keys, values, result; gate, up and their product.
-        return self.itemsize * (2 * scores + rows * length * (10 * self.hidden_size + 4 * self.inner_size))
 
 
 def _run_layer(layer: Any, x: mx.array, chunk: int) -> Steps:
@@ -80,18 +83,13 @@ def _run_layer(layer: Any, x: mx.array, chunk: int) -> Steps:
     return mx.concatenate(parts, axis=1)
 
 
-@dataclass(frozen=True, eq=False)
-class LastTokenHead:
-    """Computes a score from the hidden state of the last token.
+def _last_token_head(weight: mx.array) -> Head:
+    """Return a function that computes a score from the hidden state of the last token.
 
-    The weight is that of a classifier's only label, or the difference of the weights of two logits.
+    Args:
+        weight: (size,), float32: of a classifier's only label, or the difference of the weights of two logits.
     """
-
-    weight: mx.array
-    """(size,), float32."""
-
-    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
-        return batch.last_token(hidden).astype(mx.float32) @ self.weight
+    return lambda hidden, batch: batch.last_token(hidden).astype(mx.float32) @ weight
 
 
 def read_decoder(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str) -> Decoder:
@@ -102,12 +100,10 @@ def read_decoder(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: 
         OutOfMemoryError: the weights exceed the limit.
     """
     model, _ = _read(folder, config, limit_bytes=limit_bytes, dtype=dtype, head=False)
-    return _network(model)
+    return Decoder(model)
 
 
-def read_classifier(
-    folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str
-) -> tuple[Decoder, LastTokenHead]:
+def read_classifier(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str) -> tuple[Decoder, Head]:
     """Read a decoder with a ``score`` layer of one label.
 
     Raises:
@@ -119,21 +115,21 @@ def read_classifier(
     require_one_label(int(score.shape[0]))
     weight = score[0].astype(mx.float32)
     require_finite("score.weight", weight)
-    return _network(model), LastTokenHead(weight)
+    return Decoder(model), _last_token_head(weight)
 
 
 def read_logit_reranker(
-    folder: Path, config: ModelConfig, tokens: LogitTokens, *, limit_bytes: int, dtype: str
-) -> tuple[Decoder, LastTokenHead]:
-    """Read a decoder whose score is made of the logits of one or two tokens.
+    folder: Path, config: ModelConfig, true: int, false: int | None, *, limit_bytes: int, dtype: str
+) -> tuple[Decoder, Head]:
+    """Read a decoder whose score is the logit of the token ``true``, minus that of ``false`` if given.
 
     Raises:
         UnusableModelError, OutOfMemoryError: as ``read_decoder``.
     """
     model, _ = _read(folder, config, limit_bytes=limit_bytes, dtype=dtype, head=True)
-    network = _network(model)
+    network = Decoder(model)
     known = network.vocabulary_size
-    ids = [token for token in (tokens.true, tokens.false) if token is not None]
+    ids = [token for token in (true, false) if token is not None]
     if max(ids) >= known:
         raise UnusableModelError(f"its score uses the token id {max(ids)}; its ids are 0 to {known - 1}")
     # The weights that the hidden state is multiplied with for the logits of these tokens.
@@ -145,18 +141,18 @@ def read_logit_reranker(
         how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         rows = mx.dequantize(rows, layer.scales[chosen], biases, **how)
     rows = rows.astype(mx.float32)
-    weight = rows[0] - rows[1] if tokens.false is not None else rows[0]
+    weight = rows[0] - rows[1] if false is not None else rows[0]
     mx.eval(weight)
-    head = LastTokenHead(weight)
+    head = _last_token_head(weight)
     logits = model(mx.array(PROBE))[:, -1].astype(mx.float32)
-    expected = logits[:, tokens.true] - (logits[:, tokens.false] if tokens.false is not None else 0)
+    expected = logits[:, true] - (logits[:, false] if false is not None else 0)
     found = model.model(mx.array(PROBE))[:, -1].astype(mx.float32) @ weight
     _require_close(found, expected, mx.abs(logits).max(), "its logits are not a plain product with its last layer")
     return network, head
 
 
-def decoder_bytes(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool) -> int:
-    """Return the size of the weights of a decoder in memory, without reading them.
+def open_decoder(folder: Path, config: ModelConfig, *, head: bool) -> tuple[Any, mx.array | None]:
+    """Return mlx-lm's model and the weight of its ``score`` layer. They have not been read yet.
 
     Args:
         head: Whether its head is needed, which predicts tokens.
@@ -164,13 +160,6 @@ def decoder_bytes(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype:
     Raises:
         UnusableModelError: as ``read_decoder``.
     """
-    model, _ = _open(folder, config, head=head)
-    fit_weights(model, dtype, limit_bytes=limit_bytes)
-    return sum(value.nbytes for value in _parameters(model).values())
-
-
-def _open(folder: Path, config: ModelConfig, *, head: bool) -> tuple[Any, mx.array | None]:
-    """Return mlx-lm's model and the weight of its ``score`` layer. They have not been read yet."""
     if config.values.get("is_causal") is False or config.flag("use_bidirectional_attention"):
         raise UnusableModelError("its attention is bidirectional (config.json); only causal decoders are supported")
     scores: list[mx.array] = []
@@ -210,24 +199,10 @@ def _read(
     folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool
 ) -> tuple[Any, mx.array | None]:
     """Load mlx-lm's model; return it and the weight of its ``score`` layer."""
-    model, score = _open(folder, config, head=head)
-    wanted, needed_bytes = DTYPES.get(dtype, mx.float32 if on_cpu() else None), 0
-    for value in _parameters(model).values():
-        converts = wanted is not None and mx.issubdtype(value.dtype, mx.floating)
-        needed_bytes += value.size * wanted.size if wanted is not None and converts else value.nbytes
-    require_memory(needed_bytes, limit_bytes)
-    fit_weights(model, dtype, limit_bytes=limit_bytes)
-    read_weights(model)
-    for name, value in _parameters(model).items():
-        if mx.issubdtype(value.dtype, mx.floating):
-            require_finite(name, value)
+    model, score = open_decoder(folder, config, head=head)
+    read_model(model, limit_bytes=limit_bytes, dtype=dtype)
     _check_layers(model)
     return model, score
-
-
-def _parameters(model: Any) -> dict[str, mx.array]:
-    flat: Any = tree_flatten(model.parameters())
-    return dict(flat)
 
 
 def _check_layers(model: Any) -> None:
@@ -247,16 +222,3 @@ def _check_layers(model: Any) -> None:
 def _require_close(found: mx.array, expected: mx.array, scale: mx.array, message: str) -> None:
     if not (mx.abs(found - expected).max() <= TOLERANCE * scale).item():
         raise UnusableModelError(message)
-
-
-def _network(model: Any) -> Decoder:
-    embedded = model.model.embed_tokens(mx.array([0]))
-    args = model.args
-    return Decoder(
-        inner=model.model,
-        heads=int(getattr(args, "num_attention_heads", 1)),
-        hidden_size=int(embedded.shape[-1]),
-        inner_size=int(getattr(args, "intermediate_size", 4 * embedded.shape[-1])),
-        vocabulary_size=int(model.model.embed_tokens.weight.shape[0]),
-        itemsize=int(embedded.dtype.size),
-    )

@@ -1,28 +1,34 @@
 """What all encoders consist of. Engine thread only.
 
-Layers, norms, activations and attention; the tensors of a checkpoint, which are read one by one and checked; interfaces
-of networks and heads, padded batches of texts, and ``config.json``; pooling, which converts hidden states to vectors,
-and the modules after it.
+Activations and attention; the interface of networks, padded batches of texts, and ``config.json``; pooling, which
+converts hidden states to vectors, and the modules after it. Networks and their parts are modules of ``mlx.nn``, with
+the names that checkpoints have.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import LayerNorm
+from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
-from lmx_lab.engine.cancellation import check_cancelled
-from lmx_lab.engine.encoders.sentence_transformers import Dense, LayerNorm, Module, Normalize, Pooling, PoolingMode
+from lmx_lab.engine.mlx.weights import DTYPES, fit_weights, read_weights
 from lmx_lab.engine.texts import TextTokens
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
+from lmx_lab.weights.files import read_json
 
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 SCORES_BYTES = 32 * 2**20
 """Size of the attention scores that a CPU computes at a time, which takes about 0.1 s. A GPU does not store scores."""
 GELU_TAIL = (2.0214851e-05, -8.1131221e-05, 1.4191719e-03, 1.0485195e-02, 2.5478277e-02, 1.0218973)
@@ -30,36 +36,9 @@ GELU_TAIL = (2.0214851e-05, -8.1131221e-05, 1.4191719e-03, 1.0485195e-02, 2.5478
 normal distribution, and gelu has an error below 1e-6. The form is that of formula 7.1.28 of Abramowitz and Stegun. The
 coefficients were fitted to math.erfc by least squares, and reweighted until the errors of gelu were even."""
 
-Operation = Callable[[mx.array], mx.array]
-"""Converts vectors (rows, width) to vectors (rows, new width)."""
-
 
 def on_cpu() -> bool:
     return bool(mx.default_device() == mx.cpu)
-
-
-@dataclass(frozen=True, eq=False)
-class Linear:
-    """A linear layer."""
-
-    weight: mx.array
-    """(inputs, outputs), contiguous. MLX's BLAS takes twice as long with the transposed form, which files contain."""
-    bias: mx.array | None
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return x @ self.weight if self.bias is None else mx.addmm(self.bias, x, self.weight)
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A layer norm."""
-
-    weight: mx.array
-    bias: mx.array | None
-    eps: float
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def gelu(x: mx.array) -> mx.array:
@@ -140,12 +119,10 @@ def run_to_end(steps: Steps) -> mx.array:
         return result
 
 
-def split_heads(qkv: mx.array, heads: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Split a product (rows, length, 3 * size) into queries, keys and values (rows, heads, length, head size)."""
-    rows, length, width = qkv.shape
-    shape = (rows, length, heads, width // 3 // heads)
-    queries, keys, values = (part.reshape(shape).transpose(0, 2, 1, 3) for part in mx.split(qkv, 3, axis=-1))
-    return queries, keys, values
+def split_heads(x: mx.array, heads: int) -> mx.array:
+    """Convert (rows, length, size) to (rows, heads, length, head size)."""
+    rows, length, width = x.shape
+    return x.reshape(rows, length, heads, width // heads).transpose(0, 2, 1, 3)
 
 
 def join_heads(x: mx.array) -> mx.array:
@@ -205,101 +182,6 @@ def _mask(
     return near if mask is None else (mask & near) | (distance == 0)
 
 
-class Tensors:
-    """The tensors of a checkpoint. A tensor that is missing, unused, of another shape or not finite is an error.
-
-    Args:
-        found: Tensors by name, not yet read from disk.
-        dtype: Type to which tensors are converted; None keeps their own.
-        ignored: Pattern of names that may remain unused.
-    """
-
-    def __init__(self, found: dict[str, mx.array], dtype: mx.Dtype | None, ignored: str = "") -> None:
-        self._found = found
-        self._dtype = dtype
-        self._ignored = re.compile(ignored)
-
-    @classmethod
-    def read(
-        cls, folder: Path, dtype: mx.Dtype | None, rename: Callable[[str], str] = str, ignored: str = "(?!)"
-    ) -> Self:
-        """Open all ``model*.safetensors`` of a folder. ``rename`` maps the names in the files to those used here."""
-        files = sorted(folder.glob("model*.safetensors"))
-        if not files:
-            raise UnusableModelError(f"{folder} contains no model*.safetensors; PyTorch's own format is not supported")
-        found: dict[str, mx.array] = {}
-        for file in files:
-            arrays: Any = mx.load(str(file))
-            found |= {rename(name): array for name, array in arrays.items()}
-        return cls(found, dtype, ignored)
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of all tensors after conversion."""
-        return sum(array.size * (self._dtype or array.dtype).size for array in self._found.values())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._found
-
-    def expand(self, bits: int, group_size: int) -> None:
-        """Dequantize tensors in MLX's quantized format. Encoders are small enough for that."""
-        for name in [name.removesuffix(".scales") for name in self._found if name.endswith(".scales")]:
-            weight, scales = self._found[f"{name}.weight"], self._found.pop(f"{name}.scales")
-            biases = self._found.pop(f"{name}.biases", None)
-            self._found[f"{name}.weight"] = mx.dequantize(weight, scales, biases, group_size=group_size, bits=bits)
-
-    def rows(self, name: str) -> int:
-        """Return the first dimension of a tensor."""
-        return int(self._get(name).shape[0])
-
-    def take(self, name: str, *shape: int) -> mx.array:
-        """Read a tensor of this shape from disk.
-
-        Raises:
-            UnusableModelError: it is missing, has another shape or type, or contains NaN or infinite numbers.
-            NotLoadedError: the load was cancelled.
-        """
-        check_cancelled()
-        tensor = self._get(name)
-        if tuple(tensor.shape) != shape:
-            raise UnusableModelError(
-                f"the tensor {name} has the shape {tuple(tensor.shape)}; config.json requires {shape}"
-            )
-        if not mx.issubdtype(tensor.dtype, mx.floating):
-            raise UnusableModelError(f"the tensor {name} contains {tensor.dtype}; floating-point numbers are required")
-        del self._found[name]
-        tensor = tensor if self._dtype is None else tensor.astype(self._dtype)
-        require_finite(name, tensor)
-        return tensor
-
-    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = True) -> Linear:
-        """Read a linear layer."""
-        return join_linear([self.pair(name, inputs, outputs, bias=bias)])
-
-    def pair(self, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[mx.array, mx.array | None]:
-        """Read the weight (outputs, inputs) and the bias of a linear layer."""
-        return self.take(f"{name}.weight", outputs, inputs), self.take(f"{name}.bias", outputs) if bias else None
-
-    def norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> Norm:
-        """Read a layer norm."""
-        return Norm(self.take(f"{name}.weight", size), self.take(f"{name}.bias", size) if bias else None, eps)
-
-    def finish(self) -> None:
-        """Check that all tensors were used.
-
-        Raises:
-            UnusableModelError: a tensor remains that is not in the ignored ones.
-        """
-        left = sorted(name for name in self._found if not self._ignored.match(name))
-        if left:
-            raise UnusableModelError(f"{len(left)} tensors are not part of this architecture, first {left[0]}")
-
-    def _get(self, name: str) -> mx.array:
-        if name not in self._found:
-            raise UnusableModelError(f"the tensor {name} is missing")
-        return self._found[name]
-
-
 def require_finite(name: str, tensor: mx.array) -> None:
     """Check that a tensor contains only finite numbers.
 
@@ -311,15 +193,6 @@ def require_finite(name: str, tensor: mx.array) -> None:
             f"the tensor {name} contains NaN or infinite numbers in {tensor.dtype}; the file is damaged, or a wider "
             "dtype is needed"
         )
-
-
-def join_linear(parts: list[tuple[mx.array, mx.array | None]]) -> Linear:
-    """Combine linear layers of the same input to one, in the memory layout that is fastest for the BLAS."""
-    weight = mx.contiguous(mx.concatenate([weight for weight, _ in parts]).T)
-    biases = [bias for _, bias in parts if bias is not None]
-    bias = mx.concatenate(biases) if biases else None
-    mx.eval(weight, *([] if bias is None else [bias]))
-    return Linear(weight, bias)
 
 
 def require_memory(needed_bytes: int, limit_bytes: int) -> None:
@@ -371,42 +244,6 @@ class PaddedBatch:
         return hidden[mx.arange(len(self.lengths)), mx.array(self.lengths - 1)]
 
 
-class Network(Protocol):
-    """A model without its head: token ids to hidden states."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocabulary_size(self) -> int: ...
-
-    @property
-    def positions(self) -> int | None:
-        """The largest number of tokens of one text; None if it is not limited."""
-        ...
-
-    @property
-    def segments(self) -> int:
-        """Number of segments that its texts may have: 2 if a pair has two, 1 if the model has no segments."""
-        ...
-
-    def forward(self, batch: PaddedBatch) -> Generator[mx.array, None, mx.array]:
-        """Yield the hidden state (rows, length, size) after each layer, not evaluated; return the last one."""
-        ...
-
-    def batch_bytes(self, rows: int, length: int) -> int:
-        """Estimate the memory that a batch takes in addition to the weights."""
-        ...
-
-
-class Head(Protocol):
-    """Computes vectors or scores from hidden states."""
-
-    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
-        """Return vectors (rows, dimensions) or, for a reranker, scores (rows,)."""
-        ...
-
-
 class ModelConfig:
     """A model's ``config.json``; values are checked when they are read.
 
@@ -415,6 +252,11 @@ class ModelConfig:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Return the values of a file; mlx-lm calls this for the arguments of a model."""
+        return cls(values)
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return an integer of at least 1."""
@@ -442,13 +284,138 @@ class ModelConfig:
         return hidden // heads
 
 
-@dataclass(frozen=True, eq=False)
-class PooledHead:
+class TypedModule(Module):
+    """A module of ``mlx.nn``, which has no types."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+class Network(TypedModule):
+    """A model without its head: token ids to hidden states.
+
+    A classifier has its head as well, and ``classify`` computes a score for each text.
+    """
+
+    hidden_size: int
+    inner_size: int
+    heads: int
+    vocabulary_size: int
+    positions: int | None
+    """The largest number of tokens of one text; None if it is not limited."""
+    segments: int
+    """Number of segments that its texts may have: 2 if a pair has two, 1 if the model has no segments."""
+    vectors: ClassVar[tuple[int, int]]
+    """Number of vectors of both sizes that a token needs in a layer."""
+
+    @property
+    @abstractmethod
+    def itemsize(self) -> int:
+        """Bytes of a number of a hidden state."""
+
+    @abstractmethod
+    def forward(self, batch: PaddedBatch) -> Steps:
+        """Yield the hidden state (rows, length, size) after each layer, not evaluated; return the last one."""
+
+    def block_length(self, rows: int, length: int) -> int:
+        """Return the number of tokens of each text whose attention is computed at a time."""
+        return block_length(rows, self.heads, length, None)
+
+    def batch_bytes(self, rows: int, length: int) -> int:
+        """Estimate the memory that a batch takes in addition to the weights: scores and their softmax, and vectors."""
+        scores = rows * self.heads * length * self.block_length(rows, length)
+        outer, inner = self.vectors
+        return self.itemsize * (2 * scores + rows * length * (outer * self.hidden_size + inner * self.inner_size))
+
+
+class Encoder(Network):
+    """A network that is implemented here. It is loaded by mlx-lm."""
+
+    prefix: ClassVar[str]
+    """Pattern of the prefix of names in checkpoints."""
+    ignored: ClassVar[str]
+    """Pattern of the names of tensors that may remain unused."""
+    labels: str | None = None
+    """Name of the last tensor of a classifier, which has one row for each label; None without a classifier."""
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Return the weights with the names of this module; mlx-lm calls this before it sets them."""
+        found = {re.sub(f"^({self.prefix})", "", name): weight for name, weight in weights.items()}
+        if self.labels is not None and self.labels in found:
+            require_one_label(int(found[self.labels].shape[0]))
+        own = parameters(self)
+        return {name: weight for name, weight in found.items() if name in own or not re.match(self.ignored, name)}
+
+    @abstractmethod
+    def classify(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
+        """Return scores (rows,) from hidden states (rows, length, size)."""
+
+
+def join_modules(**modules: Any) -> Any:
+    """Return a module that contains these, for the names of their weights."""
+    joined = TypedModule()
+    for name, module in modules.items():
+        setattr(joined, name, module)
+    return joined
+
+
+def parameters(module: Module) -> dict[str, mx.array]:
+    """Return the weights of a module by name."""
+    flat: Any = tree_flatten(module.parameters())  # type: ignore[no-untyped-call]
+    return dict(flat)
+
+
+def read_model(model: Module, *, limit_bytes: int, dtype: str) -> None:
+    """Read the weights of a model in the requested type, and check that they are finite.
+
+    Raises:
+        UnusableModelError: a tensor is not finite, or has another kind of numbers.
+        OutOfMemoryError: the weights exceed the limit.
+        NotLoadedError: the load was cancelled.
+    """
+    wanted, needed_bytes = DTYPES.get(dtype, mx.float32 if on_cpu() else None), 0
+    for value in parameters(model).values():
+        converts = wanted is not None and mx.issubdtype(value.dtype, mx.floating)
+        needed_bytes += value.size * wanted.size if wanted is not None and converts else value.nbytes
+    require_memory(needed_bytes, limit_bytes)
+    fit_weights(model, dtype, limit_bytes=limit_bytes)
+    read_weights(model)
+    for name, value in parameters(model).items():
+        if mx.issubdtype(value.dtype, mx.floating):
+            require_finite(name, value)
+        elif value.dtype != mx.uint32:  # the type of quantized weights
+            raise UnusableModelError(f"the tensor {name} contains {value.dtype}; floating-point numbers are required")
+
+
+def require_one_label(labels: int) -> None:
+    """Check that a classifier has one label.
+
+    Raises:
+        UnusableModelError: it has several.
+    """
+    if labels != 1:
+        raise UnusableModelError(f"its classifier has {labels} labels; a reranker has one")
+
+
+Head = Callable[[mx.array, PaddedBatch], mx.array]
+"""Computes vectors (rows, dimensions) or, for a reranker, scores (rows,) from hidden states (rows, length, size)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooling:
+    """Pools the hidden states of a text's tokens to one vector; the vectors of several modes are concatenated."""
+
+    modes: tuple[PoolingMode, ...]
+    include_prompt: bool = True
+    """Whether tokens of the prompt are also pooled."""
+
+
+class PooledHead(TypedModule):
     """Computes a vector for each text, or a score if the last operation returns a single number."""
 
-    pooling: Pooling
-    operations: tuple[Operation, ...]
-    score: bool = False
+    def __init__(self, pooling: Pooling, operations: list[Module], *, score: bool = False) -> None:
+        super().__init__()
+        self.pooling, self.operations, self.score = pooling, operations, score
 
     def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         hidden = hidden.astype(mx.float32)
@@ -475,30 +442,75 @@ def pool(hidden: mx.array, batch: PaddedBatch, mode: PoolingMode) -> mx.array:
     return (mx.array(shares.astype(np.float32))[:, None] @ hidden).squeeze(1)
 
 
-def build_operation(module: Module, width: int) -> tuple[Operation, int]:
-    """Return the operation of a module on vectors of ``width`` numbers, and the width of its result, in float32.
+class Normalize(TypedModule):
+    """Scales vectors to length 1."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        # Shorter vectors are not scaled to length 1.
+        return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+class VectorNorm(TypedModule):
+    """Normalizes vectors by a layer norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = LayerNorm(width)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+class Dense(TypedModule):
+    """Applies a linear layer and an activation to vectors."""
+
+    def __init__(self, width: int, outputs: int, *, bias: bool, activation: str) -> None:
+        super().__init__()
+        self.linear = Linear(width, outputs, bias=bias)
+        self.act = find_activation(activation, TORCH_ACTIVATIONS)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.act(self.linear(x))
+
+
+def read_operation(name: str, folder: Path, width: int) -> tuple[Module, int]:
+    """Read a module after the pooling.
+
+    Args:
+        name: Name of its class in sentence-transformers.
+        folder: Folder of its files.
+        width: Size of the vectors that it receives.
+
+    Returns:
+        The module, and the size of the vectors that it returns, in float32.
 
     Raises:
-        UnusableModelError: a tensor is missing or invalid, or the activation is not supported.
+        UnusableModelError: the module is not supported, or its files are missing or damaged.
     """
-    match module:
-        case Normalize():
-            return normalize, width
-        case LayerNorm():
-            tensors = Tensors.read(module.folder, mx.float32)
-            # The epsilon is PyTorch's default.
-            norm = Norm(tensors.take("norm.weight", width), tensors.take("norm.bias", width), 1e-5)
-            tensors.finish()
-            return norm, width
-        case Dense():
-            act = find_activation(module.activation, TORCH_ACTIVATIONS)
-            tensors = Tensors.read(module.folder, mx.float32)
-            linear = tensors.linear("linear", width, module.outputs, bias=module.bias)
-            tensors.finish()
-            return lambda x: act(linear(x)), module.outputs
-
-
-def normalize(x: mx.array) -> mx.array:
-    """Scale vectors to length 1."""
-    # Shorter vectors are not scaled to length 1.
-    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+    match name:
+        case "Normalize":
+            return Normalize(), width
+        case "LayerNorm":
+            module: Module = VectorNorm(width)
+        case "Dense":
+            config = ModelConfig(read_json(folder / "config.json"))
+            values = config.values
+            if values.get("use_residual") or values.get("module_input_name", "sentence_embedding") != (
+                "sentence_embedding"
+            ):
+                raise UnusableModelError(f"{folder} is a dense module with options that are not supported")
+            # Last part of PyTorch's class name, such as ``Tanh``.
+            activation = str(values.get("activation_function", "Tanh")).rsplit(".", 1)[-1]
+            bias, outputs = values.get("bias") is not False, config.size("out_features")
+            module, width = Dense(width, outputs, bias=bias, activation=activation), outputs
+        case _:
+            raise UnusableModelError(f"modules.json contains the module {name}, which is not supported")
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise UnusableModelError(f"{folder} contains no model*.safetensors; PyTorch's own format is not supported")
+    tensors: list[Any] = [mx.load(str(file)) for file in files]
+    module.load_weights([item for arrays in tensors for item in arrays.items()])
+    module.set_dtype(mx.float32)
+    for key, value in parameters(module).items():
+        require_finite(key, value)
+    return module, width

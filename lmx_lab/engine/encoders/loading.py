@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
 from mlx_lm import tokenizer_utils
+from mlx_lm.utils import load_model
 
-from lmx_lab.engine.encoders import bert, modernbert
-from lmx_lab.engine.encoders.decoder import decoder_bytes, read_classifier, read_decoder, read_logit_reranker
+from lmx_lab.engine.encoders.bert import ROBERTAS, Bert
+from lmx_lab.engine.encoders.decoder import open_decoder, read_classifier, read_decoder, read_logit_reranker
 from lmx_lab.engine.encoders.layers import (
+    Encoder,
     Head,
     ModelConfig,
     Network,
-    Operation,
     PaddedBatch,
     PooledHead,
-    Tensors,
-    build_operation,
-    on_cpu,
-    require_memory,
-)
-from lmx_lab.engine.encoders.sentence_transformers import (
-    ChatTemplateInput,
-    LogitTokens,
-    Normalize,
     Pooling,
     PoolingMode,
+    parameters,
+    read_model,
+    read_operation,
+    require_memory,
+)
+from lmx_lab.engine.encoders.modernbert import ModernBert
+from lmx_lab.engine.encoders.sentence_transformers import (
+    ChatTemplateInput,
     SentenceTransformersConfig,
     read_sentence_transformers,
 )
@@ -43,7 +44,7 @@ from lmx_lab.engine.encoders.tokenizer import (
     TextTokenizer,
 )
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.weights import DTYPES
+from lmx_lab.engine.mlx.weights import checked, fit_weights
 from lmx_lab.engine.texts import TextTokens
 from lmx_lab.engine.tokenizing.encoder import is_panic
 from lmx_lab.engine.tokenizing.loading import without_word_cache
@@ -56,31 +57,10 @@ from lmx_lab.weights.files import read_json
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Describes how an encoder is built from the tensors of its files."""
-
-    rename: Callable[[str], str]
-    """Returns the name that ``network`` and ``head`` use for a tensor, given its name in the files."""
-    ignored: str
-    """Pattern of the names of tensors that are not used."""
-    network: Callable[[Tensors, ModelConfig], Network]
-    head: Callable[[Tensors, ModelConfig], Head]
-    """Makes the head of a classifier."""
-    segments: bool = False
-    """Whether pairs have two segments if the tokenizer's files do not specify it."""
-
-
-BERT = Architecture(rename=bert.rename, ignored=bert.IGNORED, network=bert.Bert.take, head=bert.FirstTokenHead.take)
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "bert": replace(BERT, segments=True),
-    **dict.fromkeys(bert.ROBERTAS, BERT),
-    "modernbert": Architecture(
-        rename=modernbert.rename,
-        ignored=modernbert.IGNORED,
-        network=modernbert.ModernBert.take,
-        head=modernbert.ModernBertHead.take,
-    ),
+ARCHITECTURES: Mapping[str, type[Encoder]] = {
+    "bert": Bert,
+    **dict.fromkeys(ROBERTAS, Bert),
+    "modernbert": ModernBert,
 }
 """The encoders that are implemented here, by ``model_type``. Other models are decoders of mlx-lm."""
 
@@ -149,7 +129,7 @@ class EncoderFiles:
     dtype: str
 
     @property
-    def architecture(self) -> Architecture | None:
+    def architecture(self) -> type[Encoder] | None:
         """The architecture of an encoder; None for a decoder."""
         return ARCHITECTURES.get(self.entry.architecture)
 
@@ -211,12 +191,11 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     if architecture is None:
         network, head = _read_decoder(files)
     else:
-        tensors = _open_tensors(entry, files.config, architecture, dtype)
-        require_memory(tensors.nbytes, limit_bytes)
-        network = architecture.network(tensors, files.config)
-        if files.is_reranker and settings.pooling is None:
-            head = architecture.head(tensors, files.config)
-        tensors.finish()
+        has_head = files.is_reranker and settings.pooling is None
+        network = encoder = _open_encoder(entry, architecture, has_head=has_head)
+        read_model(network, limit_bytes=limit_bytes, dtype=dtype)
+        if has_head:
+            head = encoder.classify
     dimensions: int | None = None
     if head is None:
         head, dimensions = _pooled_head(files, network)
@@ -227,7 +206,8 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     limits = [limit for limit in (own, entry.context_length, network.positions) if limit is not None]
     # Tokenizers without a limit have a larger ``model_max_length``.
     context = min((int(limit) for limit in limits if limit < 10**9), default=None)
-    usual_inputs = ["token_type_ids"] if architecture is not None and architecture.segments else []
+    # Whether pairs have two segments if the tokenizer's files do not specify it.
+    usual_inputs = ["token_type_ids"] if kind == "bert" else []
     inputs = files.tokenizer.init_kwargs.get("model_input_names") or usual_inputs
     rules = TextRules(
         context_length=context,
@@ -239,9 +219,10 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
         pairs=pairs,
     )
     rerank_method: RerankMethod = "decoder" if architecture is None else "cross-encoder"
-    encoder = LoadedEncoder(
+    parts = [part for part in (network, head) if isinstance(part, Module)]
+    loaded = LoadedEncoder(
         entry=entry,
-        memory_bytes=sum(array.nbytes for array in _arrays((network, head))),
+        memory_bytes=sum(array.nbytes for part in parts for array in parameters(part).values()),
         context_length=context,
         dimensions=None if files.is_reranker else dimensions,
         method=rerank_method if files.is_reranker else "cosine",
@@ -252,9 +233,9 @@ def _load(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> LoadedEncoder:
     )
     # Computes one text, which evaluates all arrays: the engine thread cannot evaluate what another thread described.
     with contextlib.suppress(EngineError):
-        for _ in encoder.forward([TextTokens((0,))]):
+        for _ in loaded.forward([TextTokens((0,))]):
             pass
-    return encoder
+    return loaded
 
 
 def encoder_bytes(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> int:
@@ -265,40 +246,31 @@ def encoder_bytes(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> int:
     """
     try:
         config = ModelConfig(read_json(entry.path / "config.json"))
+        has_pooling = read_sentence_transformers(entry.path).pooling is not None
+        has_head = entry.kind == "rerank" and not has_pooling
         if (architecture := ARCHITECTURES.get(entry.architecture)) is not None:
-            return _open_tensors(entry, config, architecture, dtype).nbytes
-        heads = config.values.get("architectures") or []
-        is_classifier = any(str(name).endswith("ForSequenceClassification") for name in heads)
-        head = entry.kind == "rerank" and not is_classifier and read_sentence_transformers(entry.path).pooling is None
-        return decoder_bytes(entry.path, config, limit_bytes=limit_bytes, dtype=dtype, head=head)
+            model: Any = _open_encoder(entry, architecture, has_head=has_head)
+        else:
+            heads = config.values.get("architectures") or []
+            is_classifier = any(str(name).endswith("ForSequenceClassification") for name in heads)
+            model, _ = open_decoder(entry.path, config, head=has_head and not is_classifier)
+        fit_weights(model, dtype, limit_bytes=limit_bytes)
+        return sum(value.nbytes for value in parameters(model).values())
     except Exception as exc:
         what = exc.message if isinstance(exc, LabError) else f"{type(exc).__name__}: {exc}"
         raise UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model") from exc
 
 
-def _open_tensors(entry: ModelEntry, config: ModelConfig, architecture: Architecture, dtype: str) -> Tensors:
-    """Open the tensors of an encoder, which are not read yet."""
-    wanted = DTYPES.get(dtype, mx.float32 if on_cpu() else None)
-    tensors = Tensors.read(entry.path, wanted, architecture.rename, architecture.ignored)
-    quantization = config.values.get("quantization")
-    if isinstance(quantization, dict):
-        tensors.expand(ModelConfig(quantization).size("bits"), ModelConfig(quantization).size("group_size"))
-    return tensors
+def _open_encoder(entry: ModelEntry, architecture: type[Encoder], *, has_head: bool) -> Encoder:
+    """Return an encoder, with the head of a classifier if it is needed. Its weights have not been read yet."""
 
+    # Called by mlx-lm with a keyword argument of this name.
+    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        return checked(architecture), ModelConfig
 
-def _arrays(value: Any) -> Iterator[mx.array]:
-    """Yield the arrays of a network or a head."""
-    if isinstance(value, mx.array):
-        yield value
-    elif isinstance(value, dict):
-        yield from _arrays(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _arrays(each)
-    elif is_dataclass(value):
-        yield from _arrays(vars(value))
-    elif (closure := getattr(value, "__closure__", None)) is not None:
-        yield from _arrays([cell.cell_contents for cell in closure])
+    options = {"has_head": has_head}
+    model, _ = load_model(entry.path, lazy=True, model_config=options, get_model_classes=classes)
+    return model  # type: ignore[no-any-return]
 
 
 def _read_decoder(files: EncoderFiles) -> tuple[Network, Head | None]:
@@ -320,8 +292,8 @@ def _read_decoder(files: EncoderFiles) -> tuple[Network, Head | None]:
         unknown = getattr(files.tokenizer, "unk_token_id", None)
         if not isinstance(true, int) or not isinstance(false, int) or unknown in {true, false}:
             raise UnusableModelError("its tokenizer has no single tokens for yes and no")
-        tokens = LogitTokens(true=true, false=false)
-    return read_logit_reranker(path, config, tokens, limit_bytes=limit, dtype=dtype)
+        tokens = true, false
+    return read_logit_reranker(path, config, *tokens, limit_bytes=limit, dtype=dtype)
 
 
 def _pair_format(files: EncoderFiles) -> PairFormat | None:
@@ -345,13 +317,13 @@ def _pooled_head(files: EncoderFiles, network: Network) -> tuple[Head, int]:
     if pooling is None:
         mode: PoolingMode = "lasttoken" if files.architecture is None else "mean"
         log.warning("%s has no pooling files; using %s pooling and vectors of length 1", files.entry.id, mode)
-        others = (module for module in modules if module != Normalize())
-        pooling, modules = Pooling(modes=(mode,)), (*others, Normalize())
+        others = (module for module in modules if module[0] != "Normalize")
+        pooling, modules = Pooling(modes=(mode,)), (*others, ("Normalize", files.entry.path))
     width = len(pooling.modes) * network.hidden_size
-    operations: list[Operation] = []
-    for module in modules:
-        operation, width = build_operation(module, width)
+    operations: list[Module] = []
+    for name, folder in modules:
+        operation, width = read_operation(name, folder, width)
         operations.append(operation)
     if files.is_reranker and width != 1:
         raise UnusableModelError(f"its modules return {width} numbers; a reranker returns one")
-    return PooledHead(pooling, tuple(operations), score=files.is_reranker), width
+    return PooledHead(pooling, operations, score=files.is_reranker), width

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lmx_lab.engine.encoders.layers import Pooling, PoolingMode
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.outputs import InputType
 from lmx_lab.weights.files import read_json, read_regular
 
-PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 Activation = Literal["sigmoid", "identity"]
 
 MODES: tuple[str, ...] = get_args(PoolingMode)
@@ -31,53 +31,6 @@ OLD_POOLING_KEYS: dict[str, PoolingMode] = {
 ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 PROMPT_NAMES: dict[InputType, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
 IGNORED_MODULES = frozenset({"Dropout"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pooling:
-    """Pools the hidden states of a text's tokens to one vector; the vectors of several modes are concatenated."""
-
-    modes: tuple[PoolingMode, ...]
-    include_prompt: bool = True
-    """Whether tokens of the prompt are also pooled."""
-
-
-@dataclass(frozen=True)
-class Normalize:
-    """Scales the vector to length 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dense:
-    """Applies a linear layer and an activation to the vector."""
-
-    folder: Path
-    """Folder with the weights."""
-    inputs: int
-    outputs: int
-    bias: bool
-    activation: str
-    """Last part of PyTorch's class name, such as ``Tanh``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerNorm:
-    """Normalizes the vector by a layer norm."""
-
-    folder: Path
-    """Folder with the weights."""
-
-
-Module = Normalize | Dense | LayerNorm
-"""A module after the pooling."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitTokens:
-    """The tokens whose logits make the score of a reranker: the logit of ``true``, minus that of ``false`` if given."""
-
-    true: int
-    false: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +66,11 @@ class SentenceTransformersConfig:
 
     pooling: Pooling | None
     """None if the files do not define it."""
-    modules: tuple[Module, ...]
-    """The modules after the pooling."""
-    logit_tokens: LogitTokens | None
+    modules: tuple[tuple[str, Path], ...]
+    """Class and folder of the modules after the pooling."""
+    logit_tokens: tuple[int, int | None] | None
+    """The tokens whose logits make the score of a reranker: the logit of the first, minus that of the second if given.
+    """
     has_modules: bool
     """Whether the files define any modules."""
     prompts: EncodingPrompts
@@ -141,8 +96,8 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
     transformer = _optional(folder / "sentence_bert_config.json")
     listed = _list_modules(folder)
     pooling: Pooling | None = None
-    logit_tokens: LogitTokens | None = None
-    modules: list[Module] = []
+    logit_tokens: tuple[int, int | None] | None = None
+    modules: list[tuple[str, Path]] = []
     for name, path in listed:
         match name:
             case "Pooling":
@@ -161,9 +116,9 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
                 place = path / "config.json"
                 config = read_json(place)
                 false = None if config.get("false_token_id") is None else _size(config, "false_token_id", place)
-                logit_tokens = LogitTokens(true=_size(config, "true_token_id", place), false=false)
+                logit_tokens = _size(config, "true_token_id", place), false
             case _ if name not in IGNORED_MODULES:
-                modules.append(_read_module(name, path))
+                modules.append((name, path))
     table, default = settings.get("prompts"), settings.get("default_prompt_name")
     by_name = {name: text for name, text in table.items() if isinstance(text, str)} if isinstance(table, dict) else {}
     prompts = EncodingPrompts(by_name=by_name, default=default if isinstance(default, str) else None)
@@ -204,28 +159,6 @@ def _list_modules(folder: Path) -> list[tuple[str, Path]]:
             raise UnusableModelError(f"{path} has {kind} in {name!r}; modules must be in folders beside it")
     found = [(kind.rsplit(".", 1)[1], folder / name) for kind, name in modules]
     return [(kind, path) for kind, path in found if kind != "Transformer"]
-
-
-def _read_module(name: str, folder: Path) -> Module:
-    match name:
-        case "Normalize":
-            return Normalize()
-        case "LayerNorm":
-            return LayerNorm(folder=folder)
-        case "Dense":
-            config = read_json(folder / "config.json")
-            if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != (
-                "sentence_embedding"
-            ):
-                raise UnusableModelError(f"{folder} is a dense module with options that are not supported")
-            return Dense(
-                folder=folder,
-                inputs=_size(config, "in_features", folder),
-                outputs=_size(config, "out_features", folder),
-                bias=config.get("bias") is not False,
-                activation=str(config.get("activation_function", "Tanh")).rsplit(".", 1)[-1],
-            )
-    raise UnusableModelError(f"modules.json contains the module {name}, which is not supported")
 
 
 def _size(config: dict[str, Any], key: str, where: Path) -> int:

@@ -104,14 +104,19 @@ def expanded_bytes(model: Any, dtype: mx.Dtype) -> int:
 
 
 def checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the classes of a model and of its arguments, for the parameter ``get_model_classes`` of ``load_model``.
+    """Return the classes of a model and of its arguments, for the parameter ``get_model_classes`` of ``load_model``."""
+    model_class, arguments = _get_classes(config)
+    return checked(model_class), arguments
+
+
+def checked(model_class: Any) -> Any:
+    """Return a class that raises ``ValueError`` for quantized weights that do not fit the layers of a model.
 
     mlx-lm divides the number of columns of a layer by that of its scales. If the quotient is 0, MLX divides by it, and
-    the process ends with SIGFPE. The returned class raises ``ValueError`` before this happens.
+    the process ends with SIGFPE.
     """
-    model_class, arguments = _get_classes(config)
 
-    class Checked(model_class):  # type: ignore[misc, valid-type]
+    class Checked(model_class):  # type: ignore[misc]
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             sanitized: dict[str, mx.array]
             sanitized = super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
@@ -127,4 +132,4 @@ def checked_classes(config: dict[str, Any]) -> tuple[Any, Any]:
                     )
             return sanitized
 
-    return Checked, arguments
+    return Checked

@@ -40,14 +40,18 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
     [
         ("bert", damaged(float("nan")), f"{WEIGHT} contains NaN"),
         ("bert", damaged(float("inf")), f"{WEIGHT} contains NaN or infinite"),
-        ("bert", {WEIGHT: None}, f"{WEIGHT} is missing"),
+        ("bert", {WEIGHT: None}, rf"Missing 1 parameters:\s+{WEIGHT}"),
         (
             "bert",
             {WEIGHT: np.zeros((32, 47), np.float32)},
-            rf"{WEIGHT} has the shape \(32, 47\); config.json requires \(32, 48\)",
+            rf"Expected shape \(32, 48\) but received shape \(32, 47\) for parameter {WEIGHT}",
         ),
         ("bert", {WEIGHT: np.zeros((32, 48), np.int32)}, f"{WEIGHT} contains .*int32"),
-        ("bert", {"encoder.layer.2.output.dense.weight": np.zeros((2, 2), np.float32)}, "first encoder.layer.2.output"),
+        (
+            "bert",
+            {"encoder.layer.2.output.dense.weight": np.zeros((2, 2), np.float32)},
+            r"not in model:\s+encoder.layer.2.output",
+        ),
         ("qwen3", {DOWN: np.full((32, 48), float("nan"), np.float32)}, f"{DOWN} contains NaN"),
         ("qwen3", {DOWN: np.full((32, 48), float("-inf"), np.float32)}, f"{DOWN} contains NaN"),
         ("qwen3", {"model.norm.weight": None}, r"model\.norm\.weight"),
