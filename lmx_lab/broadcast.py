@@ -9,22 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeedStatistics:
-    """Counts of one feed since it was created."""
-
-    subscribers: int
-    """Number of open subscriptions."""
-    published: int
-    """Number of items published."""
-    dropped: int
-    """Number of items that slow subscribers lost, including subscribers that have closed since."""
 
 
 class Feed(Generic[T]):
@@ -33,21 +20,22 @@ class Feed(Generic[T]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._subscriptions: list[FeedSubscription[T]] = []
-        self._published = 0
-        self._dropped = 0
         self._closed = False
+
+    @property
+    def subscribers(self) -> int:
+        """Number of open subscriptions."""
+        return len(self._subscriptions)
 
     def publish(self, item: T) -> None:
         """Send an item to all current subscribers, from any thread, without blocking. No effect on a closed feed."""
         with self._lock:
             if self._closed:
                 return
-            self._published += 1
             for subscription in list(self._subscriptions):
                 if len(subscription._items) >= subscription._limit:
                     subscription._items.popleft()
                     subscription.dropped += 1
-                    self._dropped += 1
                 subscription._items.append(item)
                 subscription._wake()
 
@@ -77,13 +65,6 @@ class Feed(Generic[T]):
             for subscription in list(self._subscriptions):
                 subscription._end()
             self._subscriptions.clear()
-
-    def statistics(self) -> FeedStatistics:
-        """Return the counts of subscribers, published items and dropped items."""
-        with self._lock:
-            return FeedStatistics(
-                subscribers=len(self._subscriptions), published=self._published, dropped=self._dropped
-            )
 
 
 class FeedSubscription(Generic[T]):
@@ -136,12 +117,6 @@ class FeedSubscription(Generic[T]):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
         self.close()
 
     def _end(self) -> None:

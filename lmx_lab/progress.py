@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -48,28 +47,29 @@ class HasJob(Protocol):
 
 
 class ProgressBar:
-    """One line with the current stage. It is drawn from the first step on, in the thread that calls ``update``, because
-    the output of rich's own thread would appear in another cell.
+    """One line with the current stage, which is removed at the end of a ``with`` block. It is drawn from the first step
+    on, in the thread that calls ``update``, because the output of rich's own thread would appear in another cell.
 
     Args:
+        console: By default that of standard error.
         job: Its ``job`` is also set to the progress, after the words ``doing``.
     """
 
     def __init__(
         self,
         title: str,
-        console: Console,
+        console: Console | None,
         columns: Sequence[ProgressColumn],
         *,
-        wide: bool,
+        wide: bool = False,
         job: HasJob | None = None,
         doing: str = "",
     ) -> None:
         self._title = title
         self._job = job
         self._doing = doing
-        self._console = console
-        self._progress = Progress(*columns, console=console, expand=wide, transient=True, auto_refresh=False)
+        self._console = console or Console(stderr=True)
+        self._progress = Progress(*columns, console=self._console, expand=wide, transient=True, auto_refresh=False)
         self._task = self._progress.add_task(title, total=None)
         self._display: Any = None
 
@@ -104,33 +104,29 @@ class ProgressBar:
     def _titled(self, text: str) -> str:
         return f"{self._title}: {text}" if self._title else text
 
-    def stop(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         if self._progress.live.is_started:
             self._progress.stop()
         if self._job is not None:
             self._job.job = ""
 
 
-@contextmanager
-def bar(title: str, console: Console | None = None) -> Iterator[ProgressBar]:
+def bar(title: str, console: Console | None = None) -> ProgressBar:
     """Show the progress of a number of bytes."""
-    columns = (TextColumn(TEXT, markup=False), BarColumn(), KnownBytes(), TimeRemainingColumn())
-    with _stopped_at_end(ProgressBar(title, console or Console(stderr=True), columns, wide=False)) as shown:
-        yield shown
+    return ProgressBar(
+        title, console, (TextColumn(TEXT, markup=False), BarColumn(), KnownBytes(), TimeRemainingColumn())
+    )
 
 
-@contextmanager
-def status(console: Console | None = None) -> Iterator[ProgressBar]:
+def status(console: Console | None = None) -> ProgressBar:
     """Show a line of text that can be updated."""
-    columns = (TextColumn(TEXT, markup=False),)
-    with _stopped_at_end(ProgressBar("", console or Console(stderr=True), columns, wide=False)) as shown:
-        yield shown
+    return ProgressBar("", console, (TextColumn(TEXT, markup=False),))
 
 
-@contextmanager
-def counter(
-    title: str, job: HasJob | None = None, *, doing: str = "", console: Console | None = None
-) -> Iterator[ProgressBar]:
+def counter(title: str, job: HasJob | None = None, *, doing: str = "", console: Console | None = None) -> ProgressBar:
     """Show the progress of a number of items, such as requests. The text takes the remaining width.
 
     Args:
@@ -139,16 +135,4 @@ def counter(
     """
     text = TextColumn(TEXT, markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), text)
-    bar = ProgressBar(
-        title, console or Console(stderr=True), columns, wide=True, job=job, doing=doing or title.capitalize()
-    )
-    with _stopped_at_end(bar) as shown:
-        yield shown
-
-
-@contextmanager
-def _stopped_at_end(shown: ProgressBar) -> Iterator[ProgressBar]:
-    try:
-        yield shown
-    finally:
-        shown.stop()
+    return ProgressBar(title, console, columns, wide=True, job=job, doing=doing or title.capitalize())

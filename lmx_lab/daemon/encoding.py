@@ -40,9 +40,9 @@ def to_json(data: BaseModel) -> str:
 
 
 def encode_event(
+    *,
     event: str,
     data: str,
-    *,
     seq: int | None,
     at: str,
     stream_id: str,

@@ -572,16 +572,13 @@ def _block_text(block: Any) -> str:
         case "resource_link":
             return f"[link to the resource {one_line(block.uri)} {one_line(block.title or block.name)}]"
         case "resource":
-            return _resource_text(block.resource)
+            resource = block.resource
+            if (text := getattr(resource, "text", None)) is not None:
+                return f"[resource {one_line(resource.uri)}]\n{text}"
+            kind = f" of type {one_line(resource.mime_type)}" if resource.mime_type else ""
+            return f"[resource {one_line(resource.uri)}{kind}, {_size(resource.blob)}; it cannot be shown here]"
         case other:
             return f"[content of type {one_line(str(other))}; it cannot be shown here]"
-
-
-def _resource_text(resource: Any) -> str:
-    if (text := getattr(resource, "text", None)) is not None:
-        return f"[resource {one_line(resource.uri)}]\n{text}"
-    kind = f" of type {one_line(resource.mime_type)}" if resource.mime_type else ""
-    return f"[resource {one_line(resource.uri)}{kind}, {_size(resource.blob)}; it cannot be shown here]"
 
 
 def _size(base64: str) -> str:

@@ -337,7 +337,7 @@ class McpServers:
         async with server.lock:
             status = _first_status(config)
             try:
-                await self._store.write(lambda tx: mcp_servers.add(tx, config, status))
+                await self._store.write(lambda tx: mcp_servers.save(tx, config, status))
             except BaseException:
                 del self._servers[config.name]
                 raise
@@ -361,7 +361,7 @@ class McpServers:
                 await server.stop()
             status = _first_status(config) if must_restart else server.status
             try:
-                await self._store.write(lambda tx: mcp_servers.change(tx, config, status))
+                await self._store.write(lambda tx: mcp_servers.save(tx, config, status))
                 server.configure(config)
             finally:
                 # If the change could not be written, the server is started with the previous configuration.
@@ -376,7 +376,7 @@ class McpServers:
                 await server.stop()
                 removed = McpStatus(name=name, state="removed", tools=0, restarts=0, error=None, error_kind=None)
                 try:
-                    await self._store.write(lambda tx: mcp_servers.remove(tx, removed))
+                    await self._store.write(lambda tx: mcp_servers.save(tx, None, removed))
                 except BaseException:
                     self._start_server(server)
                     raise
@@ -465,7 +465,7 @@ class McpServers:
     async def _append_status(self, status: McpStatus) -> None:
         # If the event cannot be written, the server still runs, and clients can read its state.
         with contextlib.suppress(LabError):
-            await self._store.write(lambda tx: mcp_servers.append_status(tx, status))
+            await self._store.write(lambda tx: tx.append("mcp.status", status))
 
 
 async def _run_test(config: McpServerConfig, processes: ServerProcesses) -> McpTestPassed | McpTestFailed:

@@ -283,7 +283,9 @@ class _Stream:
         await self._send(self._encode([self._control_frame(event, to_json(data))]))
 
     def _control_frame(self, event: str, data: str, *, session_id: str | None = None) -> str:
-        return encode_event(event, data, seq=None, at=timestamp(), stream_id=self._log.stream_id, session_id=session_id)
+        return encode_event(
+            event=event, data=data, seq=None, at=timestamp(), stream_id=self._log.stream_id, session_id=session_id
+        )
 
     # The socket
 

@@ -25,28 +25,17 @@ NAMES_LIMIT = 256
 """Maximum number of values of a repeatable parameter."""
 EVENT_GROUPS = frozenset(f"{name.partition('.')[0]}.*" for name in LOG_EVENTS)
 EVENT_NAMES = LOG_EVENTS | EVENT_GROUPS
-_INTEGER = re.compile(r"[0-9]{1,16}", re.ASCII)
-# The notation of JSON, in which programs format numbers.
-_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
-_BOOLEANS = {"true": True, "false": False}
 
 
-def _check_integer(text: Any) -> Any:
-    if isinstance(text, str) and not _INTEGER.fullmatch(text):
-        raise ValueError("is not an integer of at most 16 digits")
-    return text
+def _written_as(pattern: str, otherwise: str) -> BeforeValidator:
+    """Refuse texts that do not match the pattern; ``otherwise`` is the error."""
 
+    def check(text: Any) -> Any:
+        if isinstance(text, str) and not re.fullmatch(pattern, text):
+            raise ValueError(otherwise)
+        return text
 
-def _check_seconds(text: Any) -> Any:
-    if isinstance(text, str) and not _SECONDS.fullmatch(text):
-        raise ValueError("is not a number of seconds, such as 5 or 0.5")
-    return text
-
-
-def _parse_boolean(text: Any) -> Any:
-    if isinstance(text, str) and text not in _BOOLEANS:
-        raise ValueError("is neither true nor false")
-    return _BOOLEANS[text] if isinstance(text, str) else text
+    return BeforeValidator(check)
 
 
 def _split_types(values: list[str]) -> list[str]:
@@ -68,9 +57,14 @@ def _listed(names: Iterable[str]) -> str:
 
 
 # The bounds come first, because only then the JSON schema contains them.
-Whole = Annotated[int, Field(ge=0, lt=10**16), BeforeValidator(_check_integer)]
-Count = Annotated[int, Field(ge=1, lt=10**16), BeforeValidator(_check_integer)]
-Boolean = Annotated[bool, BeforeValidator(_parse_boolean)]
+_INTEGER = _written_as("[0-9]{1,16}", "is not an integer of at most 16 digits")
+# The notation of JSON, in which programs format numbers.
+_SECONDS = _written_as(
+    r"[0-9]{1,6}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?", "is not a number of seconds, such as 5 or 0.5"
+)
+Whole = Annotated[int, Field(ge=0, lt=10**16), _INTEGER]
+Count = Annotated[int, Field(ge=1, lt=10**16), _INTEGER]
+Boolean = Annotated[bool, _written_as("true|false", "is neither true nor false")]
 _NAME_PATTERN = f"(?:{'|'.join(map(re.escape, sorted(EVENT_NAMES)))})"
 EventNames = Annotated[
     list[str],
@@ -87,7 +81,7 @@ After = Annotated[
 ]
 PageLimit = Annotated[Count | None, Query(description="Maximum number of results")]
 Wait = Annotated[
-    Annotated[float, Field(ge=0), BeforeValidator(_check_seconds)],
+    Annotated[float, Field(ge=0), _SECONDS],
     Query(description="Maximum number of seconds to wait for a result"),
 ]
 Types = Annotated[

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmx_lab.daemon.limits import Limits
-from lmx_lab.daemon.storage.store import DatabaseView, Store, StoredEvent, Transaction, event_from_row
+from lmx_lab.daemon.storage.store import DatabaseView, Store, StoredEvent, Transaction, event_from_row, placeholders
 from lmx_lab.errors import CursorExpiredError
 
 PRUNED_KEY = "pruned_seq"
@@ -33,17 +33,13 @@ class EventFilter:
         """Return the filter as a condition in SQL, with its parameters."""
         conditions, parameters = ["1"], []
         if self.session_ids:
-            conditions.append(f"session_id IN ({_placeholders(self.session_ids)})")
+            conditions.append(f"session_id IN ({placeholders(self.session_ids)})")
             parameters += sorted(self.session_ids)
         if self.types:
             group = "substr(event, 1, instr(event, '.')) || '*'"
-            conditions.append(f"(event IN ({_placeholders(self.types)}) OR {group} IN ({_placeholders(self.types)}))")
+            conditions.append(f"(event IN ({placeholders(self.types)}) OR {group} IN ({placeholders(self.types)}))")
             parameters += [*sorted(self.types), *sorted(self.types)]
         return " AND ".join(conditions), tuple(parameters)
-
-
-def _placeholders(values: frozenset[str]) -> str:
-    return ", ".join("?" * len(values))
 
 
 ALL_EVENTS = EventFilter()

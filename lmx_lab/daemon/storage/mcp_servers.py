@@ -21,25 +21,14 @@ def read_all(view: DatabaseView) -> list[McpServerConfig]:
     return configs
 
 
-def add(tx: Transaction, config: McpServerConfig, status: McpStatus) -> None:
-    """Add a server."""
-    row = (config.name, config.model_dump_json(), tx.now)
-    tx.execute("INSERT INTO mcp_servers (name, config, created_at) VALUES (?, ?, ?)", *row)
-    append_status(tx, status)
-
-
-def change(tx: Transaction, config: McpServerConfig, status: McpStatus) -> None:
-    """Replace the configuration of a server."""
-    tx.execute("UPDATE mcp_servers SET config = ? WHERE name = ?", config.model_dump_json(), config.name)
-    append_status(tx, status)
-
-
-def remove(tx: Transaction, status: McpStatus) -> None:
-    """Remove a server."""
-    tx.execute("DELETE FROM mcp_servers WHERE name = ?", status.name)
-    append_status(tx, status)
-
-
-def append_status(tx: Transaction, status: McpStatus) -> None:
-    """Append the event of a new status."""
+def save(tx: Transaction, config: McpServerConfig | None, status: McpStatus) -> None:
+    """Add a server or replace its configuration; None removes it."""
+    if config is None:
+        tx.execute("DELETE FROM mcp_servers WHERE name = ?", status.name)
+    else:
+        tx.execute(
+            "INSERT INTO mcp_servers (name, config, created_at) VALUES (?, ?, ?)"
+            " ON CONFLICT (name) DO UPDATE SET config = excluded.config",
+            *(config.name, config.model_dump_json(), tx.now),
+        )
     tx.append("mcp.status", status)

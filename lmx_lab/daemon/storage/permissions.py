@@ -9,7 +9,7 @@ import json
 from typing import Any, Literal
 
 from lmx_lab.daemon.encoding import parse_timestamp, timestamp
-from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
+from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction, TurnKey
 from lmx_lab.errors import (
     AlreadyResolvedError,
     InvalidRequestError,
@@ -17,19 +17,11 @@ from lmx_lab.errors import (
     PermissionNotFoundError,
 )
 from lmx_lab.wire.events import PermissionRequest, PermissionResolved
-from lmx_lab.wire.sessions import Decision, PermissionRecord
+from lmx_lab.wire.sessions import Decision, PermissionRecord, ToolCall
 
 
 def request(
-    tx: Transaction,
-    *,
-    permission_id: str,
-    session_id: str,
-    turn_id: str,
-    call_id: str,
-    tool: str,
-    arguments: dict[str, Any],
-    timeout_s: float,
+    tx: Transaction, key: TurnKey, *, permission_id: str, call: ToolCall, arguments: dict[str, Any], timeout_s: float
 ) -> None:
     """Request a permission for one call. The turn's status becomes ``waiting``.
 
@@ -38,22 +30,17 @@ def request(
     """
     record = PermissionRecord(
         permission_id=permission_id,
-        session_id=session_id,
-        turn_id=turn_id,
-        call_id=call_id,
-        tool=tool,
+        session_id=key.session_id,
+        turn_id=key.turn_id,
+        call_id=call.call_id,
+        tool=call.name,
         arguments=arguments,
         requested_at=tx.now,
         expires_at=timestamp(parse_timestamp(tx.now) + timeout_s),
     )
-    tx.execute(
-        "INSERT INTO permissions (permission_id, session_id, turn_id, call_id, tool, arguments, requested_at,"
-        " expires_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        *(permission_id, session_id, turn_id, call_id, tool, json.dumps(arguments, ensure_ascii=False)),
-        *(record.requested_at, record.expires_at),
-    )
-    tx.execute("UPDATE turns SET status = 'waiting' WHERE session_id = ? AND turn_id = ?", session_id, turn_id)
-    tx.append("permission.request", PermissionRequest(permission=record), session_id=session_id, turn_id=turn_id)
+    tx.insert("permissions", {**record.model_dump(), "arguments": json.dumps(arguments, ensure_ascii=False)})
+    tx.execute("UPDATE turns SET status = 'waiting' WHERE session_id = ? AND turn_id = ?", key.session_id, key.turn_id)
+    tx.append_to_turn(key, "permission.request", PermissionRequest(permission=record))
 
 
 def list_pending(view: DatabaseView, session_id: str | None = None) -> list[PermissionRecord]:
@@ -107,11 +94,11 @@ def expire(tx: Transaction, permission_id: str) -> bool:
     return row is not None
 
 
-def withdraw(tx: Transaction, session_id: str, turn_id: str) -> None:
+def withdraw(tx: Transaction, key: TurnKey) -> None:
     """Deny all pending permissions of a turn that is stopped."""
     rows = tx.fetch_all(
         "SELECT * FROM permissions WHERE session_id = ? AND turn_id = ? AND decision IS NULL ORDER BY permission_id",
-        *(session_id, turn_id),
+        *(key.session_id, key.turn_id),
     )
     for row in rows:
         _resolve(tx, row, decision="deny", scope="once", resolved_by="cancel")
@@ -129,15 +116,15 @@ def _resolve(
         "UPDATE permissions SET decision = ?, scope = ?, resolved_by = ? WHERE permission_id = ?",
         *(decision, scope, resolved_by, row["permission_id"]),
     )
-    session_id, turn_id = row["session_id"], row["turn_id"]
+    key = TurnKey(session_id=row["session_id"], turn_id=row["turn_id"])
     tx.execute(
         "UPDATE turns SET status = 'running' WHERE session_id = ? AND turn_id = ? AND status = 'waiting' AND NOT EXISTS"
         " (SELECT 1 FROM permissions WHERE session_id = ? AND turn_id = ? AND decision IS NULL)",
-        *(session_id, turn_id, session_id, turn_id),
+        *(key.session_id, key.turn_id, key.session_id, key.turn_id),
     )
     resolution = {"decision": decision, "scope": scope, "resolved_by": resolved_by}
     record = _parse(row).model_copy(update=resolution)
-    tx.append("permission.resolved", PermissionResolved(permission=record), session_id=session_id, turn_id=turn_id)
+    tx.append_to_turn(key, "permission.resolved", PermissionResolved(permission=record))
     return record
 
 

@@ -167,13 +167,8 @@ def add_message(tx: Transaction, session_id: str, message: SessionMessage) -> Se
     """Append a message to the history and return it. A message without an id receives one."""
     if message.message_id is None:
         message = message.model_copy(update={"message_id": new_id("msg")})
-    tx.execute(
-        "INSERT INTO messages (session_id, turn_id, message_id, body) VALUES (?, ?, ?, ?)",
-        session_id,
-        message.turn_id,
-        message.message_id,
-        message.model_dump_json(),
-    )
+    row = {"session_id": session_id, "turn_id": message.turn_id, "message_id": message.message_id}
+    tx.insert("messages", {**row, "body": message.model_dump_json()})
     return message
 
 
@@ -353,17 +348,8 @@ def _get_row(view: DatabaseView, session_id: str) -> Row:
 
 
 def _insert(tx: Transaction, session_id: str, columns: dict[str, Any], *, forked_from: str | None) -> None:
-    values = {
-        "session_id": session_id,
-        **_encode(columns),
-        "archived": 0,
-        "revision": 1,
-        "forked_from": forked_from,
-        "created_at": tx.now,
-        "updated_at": tx.now,
-    }
-    placeholders = ", ".join("?" * len(values))
-    tx.execute(f"INSERT INTO sessions ({', '.join(values)}) VALUES ({placeholders})", *values.values())
+    first = {"archived": 0, "revision": 1, "created_at": tx.now, "updated_at": tx.now}
+    tx.insert("sessions", {"session_id": session_id, "forked_from": forked_from, **_encode(columns), **first})
 
 
 def _append_created(tx: Transaction, session_id: str) -> SessionRecord:

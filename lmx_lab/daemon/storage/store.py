@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,14 @@ RESERVE_BYTES = 2 * 2**20
 FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 MOVE_AWAY = "move it away to start with an empty database, or put a backup in its place"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnKey:
+    """Identifies a turn: the ids of turns are unique only within a session."""
+
+    session_id: str
+    turn_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +101,10 @@ class Transaction(DatabaseView):
         """Run a statement and return the number of rows that it changed."""
         return self._connection.execute(sql, parameters).rowcount
 
+    def insert(self, table: str, values: Mapping[str, object]) -> None:
+        """Insert a row with these values by column."""
+        self.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({placeholders(values)})", *values.values())
+
     def append(
         self,
         event: str,
@@ -116,27 +128,21 @@ class Transaction(DatabaseView):
         self.appended.append(event_from_row(row, self._stream_id))
         return int(row["seq"])
 
+    def append_to_turn(self, key: TurnKey, event: str, data: BaseModel, stats: TurnStats | None = None) -> int:
+        """Append an event of a turn and return its ``seq``."""
+        return self.append(event, data, session_id=key.session_id, turn_id=key.turn_id, stats=stats)
+
+
+def placeholders(values: Collection[object]) -> str:
+    """Return as many placeholders of SQL as there are values."""
+    return ", ".join("?" * len(values))
+
 
 def event_from_row(row: Row, stream_id: str) -> StoredEvent:
     """Build an event from a row of the table ``events``."""
-    text = encode_event(
-        row["event"],
-        row["data"],
-        seq=row["seq"],
-        at=row["at"],
-        stream_id=stream_id,
-        session_id=row["session_id"],
-        turn_id=row["turn_id"],
-        stats=row["stats"],
-    )
-    return StoredEvent(
-        seq=row["seq"],
-        event=row["event"],
-        session_id=row["session_id"],
-        turn_id=row["turn_id"],
-        text=text,
-        size_bytes=len(text.encode()),
-    )
+    text = encode_event(**row, stream_id=stream_id)
+    fields = {name: row[name] for name in ("seq", "event", "session_id", "turn_id")}
+    return StoredEvent(**fields, text=text, size_bytes=len(text.encode()))
 
 
 class Store:

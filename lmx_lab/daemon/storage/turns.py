@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions
 from lmx_lab.daemon.storage.sessions import UNFINISHED
-from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction
+from lmx_lab.daemon.storage.store import DatabaseView, Row, Transaction, TurnKey
 from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.errors import (
     DaemonRestartedError,
@@ -69,14 +69,6 @@ RESTARTED = TurnEnding(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnKey:
-    """Identifies a turn: the ids of turns are unique only within a session."""
-
-    session_id: str
-    turn_id: str
-
-
 def user_message(key: TurnKey, content: str) -> SessionMessage:
     """Return the message of a turn's user.
 
@@ -93,16 +85,13 @@ def user_message(key: TurnKey, content: str) -> SessionMessage:
 def add_message(tx: Transaction, key: TurnKey, message: SessionMessage) -> None:
     """Add a message of the model, complete or partial, to the history."""
     sessions.add_message(tx, key.session_id, message)
-    append(tx, key, "message.done", MessageDone(message=message))
+    tx.append_to_turn(key, "message.done", MessageDone(message=message))
 
 
 def start_tool(tx: Transaction, key: TurnKey, call: ToolCall, arguments: dict[str, Any]) -> None:
     """Record that a call starts."""
-    tx.execute(
-        "INSERT INTO tool_calls (session_id, turn_id, call_id, name, started_at) VALUES (?, ?, ?, ?, ?)",
-        *(key.session_id, key.turn_id, call.call_id, call.name, tx.now),
-    )
-    append(tx, key, "tool.start", ToolStart(call_id=call.call_id, name=call.name, arguments=arguments))
+    tx.insert("tool_calls", {**asdict(key), "call_id": call.call_id, "name": call.name, "started_at": tx.now})
+    tx.append_to_turn(key, "tool.start", ToolStart(call_id=call.call_id, name=call.name, arguments=arguments))
 
 
 def end_tool(tx: Transaction, key: TurnKey, end: ToolEnd, message: SessionMessage) -> None:
@@ -116,7 +105,7 @@ def end_tool(tx: Transaction, key: TurnKey, end: ToolEnd, message: SessionMessag
         *(end.status, key.session_id, key.turn_id, end.call_id),
     )
     sessions.add_message(tx, key.session_id, message)
-    append(tx, key, "tool.end", end)
+    tx.append_to_turn(key, "tool.end", end)
 
 
 def tool_message(key: TurnKey, *, call_id: str, text: str) -> SessionMessage:
@@ -146,11 +135,10 @@ def end(tx: Transaction, key: TurnKey, ending: TurnEnding, *, text: str, stats: 
         raise RuntimeError(f"turn {key.turn_id!r} of session {key.session_id!r} has ended already or does not exist")
     sessions.touch(tx, key.session_id)
     if error is not None:
-        failed = TurnFailed(error=error, text=text, stats=stats)
-        tx.append("turn.error", failed, session_id=key.session_id, turn_id=key.turn_id, stats=stats)
+        tx.append_to_turn(key, "turn.error", TurnFailed(error=error, text=text, stats=stats), stats)
         return
     done = TurnDone(stop_reason=ending.reason, text=text, stats=stats or NO_STATS)
-    tx.append("turn.done", done, session_id=key.session_id, turn_id=key.turn_id, stats=done.stats)
+    tx.append_to_turn(key, "turn.done", done, done.stats)
 
 
 # Reading
@@ -187,14 +175,6 @@ def find_row(view: DatabaseView, key: TurnKey) -> Row | None:
 def parse_overrides(row: Row) -> TurnOverrides | None:
     """Return the overrides in the row of a turn."""
     return None if row["overrides"] is None else TurnOverrides.model_validate(json.loads(row["overrides"]))
-
-
-def append(tx: Transaction, key: TurnKey, event: str, data: Any) -> int:
-    """Append an event of a turn and return its ``seq``."""
-    return tx.append(event, data, session_id=key.session_id, turn_id=key.turn_id)
-
-
-# Queued turns
 
 
 # Submitting
@@ -246,11 +226,8 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
     _check_space(tx, session, body, limits)
     key = TurnKey(session_id=session_id, turn_id=body.turn_id or new_id("trn"))
     overrides = None if body.overrides is None else body.overrides.model_dump_json(exclude_unset=True)
-    tx.execute(
-        "INSERT INTO turns (session_id, turn_id, status, content, overrides, digest, queued_at)"
-        " VALUES (?, ?, 'queued', ?, ?, ?, ?)",
-        *(key.session_id, key.turn_id, body.content, overrides, digest, tx.now),
-    )
+    row = {"status": "queued", "content": body.content, "overrides": overrides, "digest": digest, "queued_at": tx.now}
+    tx.insert("turns", {**asdict(key), **row})
     if body.when_busy == "interrupt":
         # The last turn of the queue moves to its front.
         rows = tx.fetch_all(
@@ -266,7 +243,7 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
             )
         ahead = int(session.active_turn_id is not None)
     message = user_message(key, body.content)
-    seq = append(tx, key, "turn.queued", TurnQueued(message=message, ahead=ahead))
+    seq = tx.append_to_turn(key, "turn.queued", TurnQueued(message=message, ahead=ahead))
     sessions.touch(tx, session_id)
     accepted = TurnAccepted(turn_id=key.turn_id, status="queued", cursor=seq - 1)
     return Submitted(turn=accepted, is_new=True, session=session)
@@ -353,8 +330,8 @@ def _start(
     )
     sessions.add_message(tx, key.session_id, user_message(key, content))
     overrides = overrides or TurnOverrides()
-    append(tx, key, "turn.started", TurnStarted(model=overrides.model or session.model or model))
-    append(tx, key, "turn.progress", TurnProgress(step=1, note=""))
+    tx.append_to_turn(key, "turn.started", TurnStarted(model=overrides.model or session.model or model))
+    tx.append_to_turn(key, "turn.progress", TurnProgress(step=1, note=""))
     granted = tx.fetch_all("SELECT tool FROM grants WHERE session_id = ?", key.session_id)
     return StartedTurn(
         key=key,
@@ -408,7 +385,7 @@ def end_from_rows(tx: Transaction, key: TurnKey, ending: TurnEnding) -> bool:
     row = find_row(tx, key)
     if row is None or row["ended_at"] is not None:
         return False
-    permissions.withdraw(tx, key.session_id, key.turn_id)
+    permissions.withdraw(tx, key)
     history = sessions.parse_messages(sessions.read_message_texts(tx, key.session_id, key.turn_id))
     ended = {message.call_id for message in history if message.role == "tool"}
     rows = tx.fetch_all(

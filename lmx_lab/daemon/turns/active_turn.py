@@ -264,17 +264,14 @@ class ActiveTurn:
                 self._add_change(
                     permissions.request,
                     permission_id=permission_id,
-                    session_id=self.key.session_id,
-                    turn_id=self.key.turn_id,
-                    call_id=action.call.call_id,
-                    tool=action.call.name,
+                    call=action.call,
                     arguments=action.arguments,
                     timeout_s=timeout_s,
                 )
                 expired = _PermissionExpired(permission_id=permission_id, call_id=action.call.call_id)
                 return partial(self._call_later, timeout_s, partial(self._inbox.put_nowait, expired))
             case StartTool():
-                self._add_turn_change(turns.start_tool, call=action.call, arguments=action.arguments)
+                self._add_change(turns.start_tool, call=action.call, arguments=action.arguments)
                 return partial(self._start_tool, action)
             case StopTool():
                 if (task := self._tool_tasks.get(action.call_id)) is not None:
@@ -296,9 +293,9 @@ class ActiveTurn:
                 )
                 message = turns.tool_message(self.key, call_id=call_id, text=text)
                 self._history.append(message)
-                self._add_turn_change(turns.end_tool, end=end, message=message)
+                self._add_change(turns.end_tool, end=end, message=message)
             case WithdrawPermissions():
-                self._add_change(permissions.withdraw, session_id=self.key.session_id, turn_id=self.key.turn_id)
+                self._add_change(permissions.withdraw)
                 # The rest of the time is for writing the end of the turn.
                 tools_s = 0.8 * self._limits.cancel_s
                 self._call_later(tools_s, partial(self._inbox.put_nowait, StopTimedOut()))
@@ -306,17 +303,14 @@ class ActiveTurn:
                 if not self._message_is_saved:
                     self._save_message(())
                 stats = self._usage.stats(self._loop.time())
-                self._add_turn_change(turns.end, ending=action.ending, text=self._message.text, stats=stats)
+                self._add_change(turns.end, ending=action.ending, text=self._message.text, stats=stats)
         return None
 
     def _add_change(self, change: Callable[..., object], **arguments: Any) -> None:
-        self._pending.append(partial(change, **arguments))
+        self._pending.append(partial(change, key=self.key, **arguments))
 
     def _add_event(self, event: str, data: BaseModel) -> None:
-        self._add_turn_change(turns.append, event=event, data=data)
-
-    def _add_turn_change(self, change: Callable[..., object], **arguments: Any) -> None:
-        self._add_change(change, key=self.key, **arguments)
+        self._add_change(Transaction.append_to_turn, event=event, data=data)
 
     def _call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
         self._timers.append(self._loop.call_later(delay_s, callback))
@@ -441,7 +435,7 @@ class ActiveTurn:
             turn_id=self.key.turn_id,
         )
         self._history.append(message)
-        self._add_turn_change(turns.add_message, message=message)
+        self._add_change(turns.add_message, message=message)
 
     # Calls
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-from lmx_lab.daemon.storage.turns import TurnKey
+from lmx_lab.daemon.storage.store import TurnKey
 
 T = TypeVar("T")
 

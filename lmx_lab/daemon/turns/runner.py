@@ -10,8 +10,8 @@ from typing import Literal
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
-from lmx_lab.daemon.storage.store import Store, Transaction
-from lmx_lab.daemon.storage.turns import StartedTurn, Submitted, TurnKey, end_abandoned
+from lmx_lab.daemon.storage.store import Store, Transaction, TurnKey
+from lmx_lab.daemon.storage.turns import StartedTurn, Submitted, end_abandoned
 from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.active_turn import ActiveTurn, TurnDependencies
 from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way, retry_delays
