@@ -129,6 +129,10 @@ class Credentials:
     def url(self) -> str:
         return self.endpoint.url
 
+    def has_moved(self, endpoint: DaemonEndpoint) -> bool:
+        """Whether the daemon has another endpoint now, which another task may have read. May read the state file."""
+        return self.endpoint != endpoint or self.refresh()
+
     def refresh(self) -> bool:
         """Read the state file again. Returns whether the endpoint has changed; False without a state file."""
         state = None if self._state_path is None else find_state_file(self._state_path)

@@ -102,11 +102,15 @@ class DaemonConnection:
     async def aclose(self) -> None:
         """Close all connections. Idempotent."""
         self._closed = True
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.aclose()
+        await self._drop_connection()
         if self._transport is not None:
             await self._transport.aclose()
+
+    async def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        # Closing a connection closes its transport, which the next one may need.
+        if connection is not None and self._transport is None:
+            await connection.aclose()
 
     async def connection(self) -> HttpConnection:
         """Check the daemon's identity, and return a connection to it.
@@ -185,16 +189,12 @@ class DaemonConnection:
 
     def _should_send_again(self, error: LabError, endpoint: DaemonEndpoint, *, repeatable: bool) -> bool:
         if isinstance(error, UnauthorizedError):
-            return self._has_moved(endpoint)
+            return self.credentials.has_moved(endpoint)
         self._is_verified = False
         if was_sent(error) and not repeatable:
             return False
         # The server may close an idle connection at the moment in which it is used again.
-        return self._has_moved(endpoint) or (repeatable and isinstance(error, ConnectionLostError))
-
-    def _has_moved(self, endpoint: DaemonEndpoint) -> bool:
-        """Whether the daemon has another endpoint now. May read the state file."""
-        return self.credentials.endpoint != endpoint or self.credentials.refresh()
+        return self.credentials.has_moved(endpoint) or (repeatable and isinstance(error, ConnectionLostError))
 
     async def _connect(self) -> tuple[HttpConnection, DaemonEndpoint]:
         """Return a connection to the daemon's current address, and that address."""
@@ -203,7 +203,7 @@ class DaemonConnection:
             try:
                 return await self._verified_connection(endpoint), endpoint
             except UnreachableError:
-                if not self._has_moved(endpoint):
+                if not self.credentials.has_moved(endpoint):
                     raise
             endpoint = self.credentials.endpoint
             return await self._verified_connection(endpoint), endpoint
@@ -212,12 +212,11 @@ class DaemonConnection:
         if self._closed:
             raise InvalidRequestError("this client was closed; create a new one")
         if self._connection is None or self._endpoint != endpoint:
-            connection, self._connection = self._connection, None
-            if connection is not None:
-                await connection.aclose()
+            await self._drop_connection()
             self._is_verified = False
-            transport = None if self._transport is None else _SharedTransport(self._transport)
-            self._connection = HttpConnection(endpoint.url, api_key=endpoint.token, transport=transport, server=DAEMON)
+            self._connection = HttpConnection(
+                endpoint.url, api_key=endpoint.token, transport=self._transport, server=DAEMON
+            )
             self._endpoint = endpoint
         connection = self._connection
         if endpoint.daemon_id is None or self._is_verified:
@@ -237,16 +236,6 @@ class DaemonConnection:
             )
         self._is_verified = True
         return connection
-
-
-class _SharedTransport(httpx2.AsyncBaseTransport):
-    """A transport that stays open when a connection over it is closed; its owner closes it."""
-
-    def __init__(self, transport: httpx2.AsyncBaseTransport) -> None:
-        self._transport = transport
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        return await self._transport.handle_async_request(request)
 
 
 async def _health(connection: HttpConnection) -> Health:

@@ -168,9 +168,44 @@ async def receive_messages(
         ConnectionLostError: the connection was closed. Only the caller knows whether the answer was complete.
         LabError: the server's error, if it refuses the connection.
     """
-    # In a separate task: the library requires that the same task opens and closes a connection.
     received: asyncio.Queue[str | Exception] = asyncio.Queue(1)
-    task = asyncio.create_task(_read(connection, path, first, silence_s, received), name="read a WebSocket")
+
+    async def read() -> None:
+        """Put all messages into the queue, followed by the error that has ended the connection."""
+        end: Exception | None = None
+        try:
+            async with connection.websocket(path) as socket:
+                try:
+                    await socket.send_text(first)
+                    while True:
+                        async with asyncio.timeout(silence_s):
+                            message = await socket.receive_text()
+                        await received.put(message)
+                except Exception as exc:
+                    end = exc
+        except Exception as exc:
+            # An error while closing must not replace the first error.
+            end = end or exc
+        while isinstance(end, ExceptionGroup):
+            end = end.exceptions[0]
+        url = connection.url
+        if isinstance(end, TimeoutError):
+            error: LabError = UnreachableError(
+                f"{url} sent nothing within the time limit; try again, or raise timeout_s"
+            )
+        elif isinstance(end, LabError):
+            await received.put(end)
+            return
+        elif isinstance(end, HTTPXWSException):
+            error = ConnectionLostError(f"{url} closed the connection before the answer was complete; try again")
+        else:
+            # Invalid frames raise exceptions of another library, on which this one depends.
+            error = ConnectionLostError(f"{url} broke the connection ({type(end).__name__}: {end!s:.200}); try again")
+        error.__cause__ = end
+        await received.put(error)
+
+    # In a separate task: the library requires that the same task opens and closes a connection.
+    task = asyncio.create_task(read(), name="read a WebSocket")
     try:
         while isinstance(message := await received.get(), str):
             yield message
@@ -178,45 +213,6 @@ async def receive_messages(
     finally:
         task.cancel()
         await asyncio.wait({task}, timeout=CLOSE_S)
-
-
-async def _read(
-    connection: HttpConnection,
-    path: str,
-    first: str,
-    silence_s: float | None,
-    received: asyncio.Queue[str | Exception],
-) -> None:
-    """Put all messages into the queue, followed by the error that has ended the connection."""
-    end: Exception | None = None
-    try:
-        async with connection.websocket(path) as socket:
-            try:
-                await socket.send_text(first)
-                while True:
-                    async with asyncio.timeout(silence_s):
-                        message = await socket.receive_text()
-                    await received.put(message)
-            except Exception as exc:
-                end = exc
-    except Exception as exc:
-        # An error while closing must not replace the first error.
-        end = end or exc
-    while isinstance(end, ExceptionGroup):
-        end = end.exceptions[0]
-    url = connection.url
-    if isinstance(end, TimeoutError):
-        error: LabError = UnreachableError(f"{url} sent nothing within the time limit; try again, or raise timeout_s")
-    elif isinstance(end, LabError):
-        await received.put(end)
-        return
-    elif isinstance(end, HTTPXWSException):
-        error = ConnectionLostError(f"{url} closed the connection before the answer was complete; try again")
-    else:
-        # Invalid frames raise exceptions of another library, on which this one depends.
-        error = ConnectionLostError(f"{url} broke the connection ({type(end).__name__}: {end!s:.200}); try again")
-    error.__cause__ = end
-    await received.put(error)
 
 
 SocketMessage = SocketToken | SocketDone | SocketError

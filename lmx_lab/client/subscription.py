@@ -9,12 +9,12 @@ import secrets
 import stat
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from httpx2.websockets import AsyncWebSocketSession, WebSocketDisconnect
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -74,18 +74,37 @@ class Subscription:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._routes = routes
+        self._credentials = routes.credentials
+        self._times = routes.times
+        self._filters = {"session_id": _as_list(session_ids), "types": _as_list(types)}
+        """Query parameters that select events; an empty list omits its parameter."""
+        self._wall = wall
         self._store = cursor
         self._cursor = cursor.load() if cursor is not None else None
         self._saved = self._cursor
         self._delivered: Cursor | None = None
         """The cursor after the event that was returned last; that event counts as read with the next request."""
-        filters = {"session_id": _as_list(session_ids), "types": _as_list(types)}
-        position = EventPosition(self._cursor, after)
+        self._position = EventPosition(self._cursor, after)
         self._buffer = EventBuffer() if buffer is None else buffer
-        self._receiver = _Receiver(routes, filters, position, self._buffer, wall)
         self._task: asyncio.Task[None] | None = None
-        self._is_entered = False
-        self._is_reading = False
+        """Keeps a connection to the daemon open, and puts what it receives into the buffer."""
+        self._is_entered = self._is_reading = self._is_closing = self._has_ended = False
+        self._state = ConnectionState(state="connecting")
+        self._changes: Feed[ConnectionState] = Feed()
+        """Feed of the states that follow."""
+        self._tried = asyncio.Event()
+        """Set when the first attempt has succeeded or failed."""
+        self._connections = 0
+        """Number of connections that were established."""
+        self._error: Exception | None = None
+        """The error after which there is no other attempt."""
+        self._backoff = Backoff(routes.times)
+        self._refusals = 0
+        self._woken = asyncio.Event()
+        self._deadline: asyncio.Timeout | None = None
+        self._silence_s = OPEN_S
+        self._connected_at: float | None = None
+        self._has_delivered = False
 
     def __repr__(self) -> str:
         return f"<Subscription to {self._routes.url}: {self.state.state}>"
@@ -93,14 +112,14 @@ class Subscription:
     @property
     def state(self) -> ConnectionState:
         """The current state of the connection."""
-        return self._receiver.state
+        return self._state
 
     async def states(self) -> AsyncGenerator[ConnectionState, None]:
         """Yield the current state, then each change until the subscription is closed.
 
         There may be any number of readers. A slow one misses old changes, but never the newest.
         """
-        with self._receiver.changes.subscribe(64) as changes:
+        with self._changes.subscribe(64) as changes:
             yield self.state
             async for state in changes:
                 yield state
@@ -113,7 +132,7 @@ class Subscription:
     @property
     def reconnects(self) -> int:
         """Number of reconnects so far."""
-        return max(0, self._receiver.connections - 1)
+        return max(0, self._connections - 1)
 
     async def opened(self) -> Cursor | None:
         """Connect, and wait for the result of the first attempt.
@@ -125,22 +144,22 @@ class Subscription:
             LabError: the attempt has failed and will not be repeated.
         """
         self._start()
-        await self._receiver.tried.wait()
-        if self._receiver.error is not None:
-            raise self._receiver.error
-        return self._receiver.position.cursor if self._receiver.connections else None
+        await self._tried.wait()
+        if self._error is not None:
+            raise self._error
+        return self._position.cursor if self._connections else None
 
     async def aclose(self) -> None:
         """Close the connection and end the iteration. Idempotent."""
-        self._receiver.is_closing = True
+        self._is_closing = True
         if self._task is None:
-            self._receiver.close()
+            self._end()
         else:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CLOSE_S)
-            if not self._receiver.has_ended:
+            if not self._has_ended:
                 # The task was cancelled before its first step, or has not ended in time.
-                self._receiver.close()
+                self._end()
 
     async def __aenter__(self) -> Self:
         self._is_entered = True
@@ -179,23 +198,23 @@ class Subscription:
         try:
             self._start()
             self._mark_read()
-            while not self._receiver.is_closing:
+            while not self._is_closing:
                 while (delivery := self._buffer.take()) is not None:
                     if delivery.event is not None:
                         self._delivered = delivery.cursor
                         return delivery.event
                     self._cursor = delivery.cursor or self._cursor
                 self._save()
-                if self._receiver.has_ended:
-                    raise self._receiver.error or StopAsyncIteration
+                if self._has_ended:
+                    raise self._error or StopAsyncIteration
                 await self._buffer.filled.wait()
             raise StopAsyncIteration
         finally:
             self._is_reading = False
 
     def _start(self) -> None:
-        if self._task is None and not self._receiver.is_closing:
-            self._task = asyncio.create_task(self._receiver.run(), name="lmx-lab subscription")
+        if self._task is None and not self._is_closing:
+            self._task = asyncio.create_task(self._run(), name="lmx-lab subscription")
 
     def _mark_read(self) -> None:
         self._cursor, self._delivered = self._delivered or self._cursor, None
@@ -204,6 +223,149 @@ class Subscription:
         if self._store is not None and self._cursor is not None and self._cursor != self._saved:
             self._store.save(self._cursor)
             self._saved = self._cursor
+
+    # The task that receives events
+
+    async def _run(self) -> None:
+        """Connect and reconnect until cancelled, or until an error that another attempt cannot fix."""
+        watch = SleepWatch(self._on_wake, wall=self._wall, interval_s=self._times.watch_s)
+        try:
+            # A library may swallow the cancellation while it cleans up.
+            while not self._is_closing:
+                endpoint = self._credentials.endpoint
+                self._set_state(state="connecting")
+                error = await self._attempt()
+                self._tried.set()
+                await self._recover(error, endpoint)
+        except Exception as exc:
+            # Exceptions other than LabError are bugs; the reader gets them.
+            self._error = exc
+        finally:
+            watch.close()
+            self._end()
+
+    def _end(self) -> None:
+        """Mark the end for the reader: set the state, and end the buffer. Idempotent."""
+        self._has_ended = True
+        self._tried.set()
+        error = self._error if isinstance(self._error, LabError) else None
+        self._set_state(state="closed", error=error)
+        self._changes.close()
+        self._buffer.end()
+
+    # One connection
+
+    async def _attempt(self) -> LabError:
+        """Connect and receive events; return the reason why the connection has ended."""
+        self._woken.clear()
+        self._connected_at, self._has_delivered, self._silence_s = None, False, OPEN_S
+        try:
+            async with asyncio.timeout(OPEN_S) as self._deadline:
+                connection = await self._routes.connection()
+                async with connection.websocket("/v3/events", {**self._position.begin(), **self._filters}) as socket:
+                    try:
+                        ended: Exception = await self._receive(socket)
+                    except Exception as exc:
+                        # Raised after the block, because there an exception that is a bug could not be distinguished
+                        # from a broken connection.
+                        ended = exc
+            if not isinstance(ended, LabError):
+                raise ended
+            return ended
+        except LabError as exc:
+            return exc
+        except TimeoutError:
+            return self._lost_error(f"has sent nothing for {self._silence_s:g} s")
+        except ExceptionGroup as exc:
+            # Raised by the library's own tasks: invalid frames, or a close while it was writing.
+            cause: Exception = exc
+            while isinstance(cause, ExceptionGroup):
+                cause = cause.exceptions[0]
+            return self._lost_error(f"broke the connection ({type(cause).__name__})")
+        finally:
+            self._deadline = None
+
+    async def _receive(self, socket: AsyncWebSocketSession) -> LabError:
+        assert self._deadline is not None
+        now = asyncio.get_running_loop().time
+        while True:
+            if not self._buffer.room.is_set():
+                # Time in which the reader processes events does not count as silence of the daemon.
+                self._deadline.reschedule(None)
+                await self._buffer.room.wait()
+            self._deadline.reschedule(now() + self._silence_s)
+            try:
+                message = await socket.receive()
+            except WebSocketDisconnect as exc:
+                reason = f"{exc.code} {exc.reason:.80}".rstrip()
+                return self._lost_error(f"closed the stream ({reason})")
+            except Exception as exc:
+                return self._lost_error(f"broke the connection ({type(exc).__name__})")
+            text = getattr(message, "data", None)
+            try:
+                frame = daemon_event(text if isinstance(text, str) else "")
+                delivery = self._position.process(frame)
+            except ValueError:
+                return self._lost_error(f"sent {text!r:.80}, which is not an event")
+            if delivery.event is not None or delivery.cursor is not None:
+                self._buffer.put(delivery, len(text or ""))
+                self._has_delivered = self._has_delivered or frame.seq is not None
+            if isinstance(frame, HelloFrame):
+                self._silence_s = max_silence_s(frame.data.heartbeat_s)
+                self._connected_at = now()
+                self._connections += 1
+                self._tried.set()
+                self._set_state(state="catching-up")
+            elif isinstance(frame, SyncedFrame):
+                self._set_state(state="live")
+
+    def _lost_error(self, what: str) -> ConnectionLostError:
+        return ConnectionLostError(f"{self._credentials.url} {what}; the events continue with the next connection")
+
+    # Between connections
+
+    async def _recover(self, error: LabError, endpoint: DaemonEndpoint) -> None:
+        """Wait until it is time for the next attempt.
+
+        Raises:
+            LabError: another attempt cannot succeed.
+        """
+        now = asyncio.get_running_loop().time
+        # A connection that has delivered an event, or was open for a second, was good.
+        if self._connected_at is not None and (self._has_delivered or now() - self._connected_at > 1.0):
+            self._backoff.reset()
+        if self._credentials.has_moved(endpoint):
+            self._refusals = 0
+            return
+        is_refusal = isinstance(error, UnauthorizedError | WrongServerError)
+        self._refusals = self._refusals + 1 if is_refusal else 0
+        # The second refusal in a row is final, unless the state file has changed.
+        if self._refusals >= 2 or (isinstance(error, CallerError) and not is_refusal):
+            raise error
+        delay_s = max(self._backoff.next_delay_s(error.retry_after_s), self._times.refusal_s if is_refusal else 0.0)
+        self._set_state(state="waiting", retry_in_s=delay_s, error=error)
+        # Wait until the delay has passed, the machine wakes up, or the daemon's endpoint changes.
+        until = now() + delay_s
+        while (left_s := until - now()) > 0 and not self._woken.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, self._times.watch_s)):
+                    await self._woken.wait()
+            if self._credentials.has_moved(endpoint):
+                return
+
+    def _on_wake(self) -> None:
+        self._backoff.reset()
+        self._woken.set()
+        if self._deadline is not None:
+            # A connection from before the sleep is probably dead.
+            with suppress(RuntimeError):
+                self._deadline.reschedule(asyncio.get_running_loop().time())
+
+    def _set_state(self, **fields: Any) -> None:
+        state = ConnectionState(attempts=self._backoff.attempts, **fields)
+        if state != self._state:
+            self._state = state
+            self._changes.publish(state)
 
 
 def _as_list(names: Sequence[str]) -> list[str]:
@@ -235,195 +397,6 @@ class ConnectionState:
     error: LabError | None = None
     """In state ``waiting``, why the last attempt failed. In state ``closed``, the final error, or None if the reader
     has closed the subscription."""
-
-
-class _Receiver:
-    """Keeps a connection to the daemon open in a task, and puts what it receives into the buffer.
-
-    Args:
-        filters: Query parameters that select events; an empty list omits its parameter.
-        wall: A clock that continues while the machine sleeps, in seconds.
-    """
-
-    def __init__(
-        self,
-        routes: DaemonRoutes,
-        filters: Mapping[str, list[str]],
-        position: EventPosition,
-        buffer: EventBuffer,
-        wall: Callable[[], float],
-    ) -> None:
-        self._routes = routes
-        self._credentials = routes.credentials
-        self._filters = filters
-        self._wall = wall
-        self.position = position
-        self._buffer = buffer
-        self.state = ConnectionState(state="connecting")
-        self.changes: Feed[ConnectionState] = Feed()
-        """Feed of the states that follow."""
-        self.tried = asyncio.Event()
-        """Set when the first attempt has succeeded or failed."""
-        self.connections = 0
-        """Number of connections that were established."""
-        self.error: Exception | None = None
-        """The error after which the receiver does not reconnect."""
-        self.is_closing = False
-        self.has_ended = False
-        self._times = routes.times
-        self._backoff = Backoff(routes.times)
-        self._refusals = 0
-        self._woken = asyncio.Event()
-        self._deadline: asyncio.Timeout | None = None
-        self._silence_s = OPEN_S
-        self._connected_at: float | None = None
-        self._has_delivered = False
-
-    async def run(self) -> None:
-        """Connect and reconnect until cancelled, or until an error that another attempt cannot fix."""
-        watch = SleepWatch(self._on_wake, wall=self._wall, interval_s=self._times.watch_s)
-        try:
-            # A library may swallow the cancellation while it cleans up.
-            while not self.is_closing:
-                endpoint = self._credentials.endpoint
-                self._set_state(ConnectionState(state="connecting", attempts=self._backoff.attempts))
-                error = await self._attempt()
-                self.tried.set()
-                await self._recover(error, endpoint)
-        except Exception as exc:
-            # Exceptions other than LabError are bugs; the reader gets them.
-            self.error = exc
-        finally:
-            watch.close()
-            self.close()
-
-    def close(self) -> None:
-        """Mark the end for the reader: set the state, and end the buffer. Idempotent."""
-        self.has_ended = True
-        self.tried.set()
-        error = self.error if isinstance(self.error, LabError) else None
-        self._set_state(ConnectionState(state="closed", attempts=self._backoff.attempts, error=error))
-        self.changes.close()
-        self._buffer.end()
-
-    # One connection
-
-    async def _attempt(self) -> LabError:
-        """Connect and receive events; return the reason why the connection has ended."""
-        self._woken.clear()
-        self._connected_at, self._has_delivered, self._silence_s = None, False, OPEN_S
-        try:
-            async with asyncio.timeout(OPEN_S) as self._deadline:
-                connection = await self._routes.connection()
-                async with connection.websocket("/v3/events", {**self.position.begin(), **self._filters}) as socket:
-                    try:
-                        ended: Exception = await self._read(socket)
-                    except Exception as exc:
-                        # Raised after the block, because there an exception that is a bug could not be distinguished
-                        # from a broken connection.
-                        ended = exc
-            if not isinstance(ended, LabError):
-                raise ended
-            return ended
-        except LabError as exc:
-            return exc
-        except TimeoutError:
-            return self._lost_error(f"has sent nothing for {self._silence_s:g} s")
-        except ExceptionGroup as exc:
-            # Raised by the library's own tasks: invalid frames, or a close while it was writing.
-            cause: Exception = exc
-            while isinstance(cause, ExceptionGroup):
-                cause = cause.exceptions[0]
-            return self._lost_error(f"broke the connection ({type(cause).__name__})")
-        finally:
-            self._deadline = None
-
-    async def _read(self, socket: AsyncWebSocketSession) -> LabError:
-        assert self._deadline is not None
-        now = asyncio.get_running_loop().time
-        while True:
-            if not self._buffer.room.is_set():
-                # Time in which the reader processes events does not count as silence of the daemon.
-                self._deadline.reschedule(None)
-                await self._buffer.room.wait()
-            self._deadline.reschedule(now() + self._silence_s)
-            try:
-                message = await socket.receive()
-            except WebSocketDisconnect as exc:
-                reason = f"{exc.code} {exc.reason:.80}".rstrip()
-                return self._lost_error(f"closed the stream ({reason})")
-            except Exception as exc:
-                return self._lost_error(f"broke the connection ({type(exc).__name__})")
-            text = getattr(message, "data", None)
-            try:
-                frame = daemon_event(text if isinstance(text, str) else "")
-                delivery = self.position.process(frame)
-            except ValueError:
-                return self._lost_error(f"sent {text!r:.80}, which is not an event")
-            if delivery.event is not None or delivery.cursor is not None:
-                self._buffer.put(delivery, len(text or ""))
-                self._has_delivered = self._has_delivered or frame.seq is not None
-            if isinstance(frame, HelloFrame):
-                self._silence_s = max_silence_s(frame.data.heartbeat_s)
-                self._connected_at = now()
-                self.connections += 1
-                self.tried.set()
-                self._set_state(ConnectionState(state="catching-up", attempts=self._backoff.attempts))
-            elif isinstance(frame, SyncedFrame):
-                self._set_state(ConnectionState(state="live", attempts=self._backoff.attempts))
-
-    def _lost_error(self, what: str) -> ConnectionLostError:
-        return ConnectionLostError(f"{self._credentials.url} {what}; the events continue with the next connection")
-
-    # Between connections
-
-    def _has_moved(self, endpoint: DaemonEndpoint) -> bool:
-        # Another task may have refreshed the credentials.
-        return self._credentials.refresh() or self._credentials.endpoint != endpoint
-
-    async def _recover(self, error: LabError, endpoint: DaemonEndpoint) -> None:
-        """Wait until it is time for the next attempt.
-
-        Raises:
-            LabError: another attempt cannot succeed.
-        """
-        now = asyncio.get_running_loop().time
-        # A connection that has delivered an event, or was open for a second, was good.
-        if self._connected_at is not None and (self._has_delivered or now() - self._connected_at > 1.0):
-            self._backoff.reset()
-        if self._has_moved(endpoint):
-            self._refusals = 0
-            return
-        is_refusal = isinstance(error, UnauthorizedError | WrongServerError)
-        self._refusals = self._refusals + 1 if is_refusal else 0
-        # The second refusal in a row is final, unless the state file has changed.
-        if self._refusals >= 2 or (isinstance(error, CallerError) and not is_refusal):
-            raise error
-        delay_s = max(self._backoff.next_delay_s(error.retry_after_s), self._times.refusal_s if is_refusal else 0.0)
-        self._set_state(
-            ConnectionState(state="waiting", attempts=self._backoff.attempts, retry_in_s=delay_s, error=error)
-        )
-        # Wait until the delay has passed, the machine wakes up, or the daemon's endpoint changes.
-        until = now() + delay_s
-        while (left_s := until - now()) > 0 and not self._woken.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, self._times.watch_s)):
-                    await self._woken.wait()
-            if self._has_moved(endpoint):
-                return
-
-    def _on_wake(self) -> None:
-        self._backoff.reset()
-        self._woken.set()
-        if self._deadline is not None:
-            # A connection from before the sleep is probably dead.
-            with suppress(RuntimeError):
-                self._deadline.reschedule(asyncio.get_running_loop().time())
-
-    def _set_state(self, state: ConnectionState) -> None:
-        if state != self.state:
-            self.state = state
-            self.changes.publish(state)
 
 
 Frame = LogEvent | ControlFrame | UnknownEvent

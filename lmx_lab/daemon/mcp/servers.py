@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from lmx_lab.daemon.mcp.config import (
     NO_RESTART,
     SERVERS,
@@ -26,8 +28,7 @@ from lmx_lab.daemon.mcp.config import (
 )
 from lmx_lab.daemon.mcp.process import McpProcess
 from lmx_lab.daemon.mcp.watchdog import ServerProcesses
-from lmx_lab.daemon.storage import mcp_servers
-from lmx_lab.daemon.storage.store import Store
+from lmx_lab.daemon.storage.store import DatabaseView, Store, Transaction
 from lmx_lab.daemon.tools.tool import SEPARATOR, ToolResult
 from lmx_lab.errors import (
     InvalidRequestError,
@@ -247,7 +248,7 @@ class McpServers:
     async def start(self) -> None:
         """Start the enabled servers, once the processes of an earlier daemon have ended. Waits for neither."""
         self._cleanup = asyncio.create_task(self._processes.end_leftovers())
-        for config in await self._store.read(mcp_servers.read_all):
+        for config in await self._store.read(_read_all):
             self._servers[config.name] = self._new_server(config)
         for server in self._servers.values():
             self._start_server(server)
@@ -337,7 +338,7 @@ class McpServers:
         async with server.lock:
             status = _first_status(config)
             try:
-                await self._store.write(lambda tx: mcp_servers.save(tx, config, status))
+                await self._store.write(lambda tx: _save(tx, config, status))
             except BaseException:
                 del self._servers[config.name]
                 raise
@@ -361,7 +362,7 @@ class McpServers:
                 await server.stop()
             status = _first_status(config) if must_restart else server.status
             try:
-                await self._store.write(lambda tx: mcp_servers.save(tx, config, status))
+                await self._store.write(lambda tx: _save(tx, config, status))
                 server.configure(config)
             finally:
                 # If the change could not be written, the server is started with the previous configuration.
@@ -376,7 +377,7 @@ class McpServers:
                 await server.stop()
                 removed = McpStatus(name=name, state="removed", tools=0, restarts=0, error=None, error_kind=None)
                 try:
-                    await self._store.write(lambda tx: mcp_servers.save(tx, None, removed))
+                    await self._store.write(lambda tx: _save(tx, None, removed))
                 except BaseException:
                     self._start_server(server)
                     raise
@@ -517,3 +518,29 @@ async def connected(
             connections = await importing
             opening = connections.connect_stdio(config, process, on_tools_changed=on_tools_changed, on_lost=on_lost)
         yield await stack.enter_async_context(opening)
+
+
+# The configurations in the database
+
+
+def _read_all(view: DatabaseView) -> list[McpServerConfig]:
+    """Return all configurations, sorted by name."""
+    configs = []
+    for row in view.fetch_all("SELECT config FROM mcp_servers ORDER BY name"):
+        # A row that is not valid is ignored, since a newer version may have written it.
+        with contextlib.suppress(ValidationError):
+            configs.append(McpServerConfig.model_validate_json(row["config"]))
+    return configs
+
+
+def _save(tx: Transaction, config: McpServerConfig | None, status: McpStatus) -> None:
+    """Add a server or replace its configuration; None removes it."""
+    if config is None:
+        tx.execute("DELETE FROM mcp_servers WHERE name = ?", status.name)
+    else:
+        tx.execute(
+            "INSERT INTO mcp_servers (name, config, created_at) VALUES (?, ?, ?)"
+            " ON CONFLICT (name) DO UPDATE SET config = excluded.config",
+            *(config.name, config.model_dump_json(), tx.now),
+        )
+    tx.append("mcp.status", status)

@@ -8,12 +8,12 @@ import json
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from docstring_parser import Docstring, DocstringMeta, DocstringStyle, ParseError, numpydoc, rest
 from docstring_parser.google import GoogleParser, Section, SectionType
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from lmx_lab.errors import InvalidRequestError
@@ -42,11 +42,8 @@ class FunctionSchema:
     description: str
     parameters: dict[str, Any]
     """JSON schema of the arguments, which are one object."""
-    names: dict[str, str]
-    """Names of the parameters by the names of the fields of ``model``, which differ because a parameter can have a name
-    that pydantic does not allow for a field."""
-    model: type[BaseModel]
-    """Validates the arguments."""
+    arguments: TypeAdapter[dict[str, Any]]
+    """Validates arguments, and returns them by name, with the defaults of omitted ones."""
 
     def parse(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Convert arguments of a call to the types of the signature. Omitted arguments are left to their defaults.
@@ -56,23 +53,23 @@ class FunctionSchema:
         """
         try:
             # Validated as JSON, because JSON represents for instance a date as a string and a set as a list.
-            values = self.model.model_validate_json(json.dumps(arguments))
+            values = self.arguments.validate_json(json.dumps(arguments))
         except ValidationError as exc:
             errors = exc.errors(include_url=False)
             lines, most = [], 5
-            parameters = ", ".join(self.names.values()) or "none"
+            parameters = ", ".join(self.parameters["properties"]) or "none"
             for error in errors[:most]:
                 location = ".".join(map(str, error["loc"]))
                 message = {
-                    "missing": "is missing; add it",
-                    "extra_forbidden": f"is not a parameter; the parameters are: {parameters}",
+                    "missing_keyword_only_argument": "is missing; add it",
+                    "unexpected_keyword_argument": f"is not a parameter; the parameters are: {parameters}",
                 }.get(error["type"], f"{error['msg']}; the value is {error['input']!r:.100}")
                 lines.append(f"{location}: {message}" if location else message)
             more = f"\nand {len(errors) - most} more errors" if len(errors) > most else ""
             raise ArgumentsError("\n".join(lines) + more) from None
         except (TypeError, ValueError, RecursionError) as exc:
             raise ArgumentsError(f"the arguments are not valid JSON: {exc}") from None
-        return {self.names[field]: getattr(values, field) for field in values.model_fields_set}
+        return {name: values[name] for name in arguments}
 
 
 def function_schema(function: Callable[..., Any]) -> FunctionSchema:
@@ -82,29 +79,33 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
         InvalidRequestError: The function cannot be a tool. The message contains the reason and the remedy.
     """
     description, texts = read_docstring(function)
-    names: dict[str, str] = {}
-    fields: dict[str, Any] = {}
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as exc:
         raise _unusable(function, "its signature cannot be read; wrap it in a function with annotations") from exc
     hints = _type_hints(function)
-    for number, parameter in enumerate(signature.parameters.values()):
+    named: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
         if (problem := _UNSUPPORTED_KINDS.get(parameter.kind)) is not None:
             raise _unusable(function, f"its parameter {parameter.name!r} {problem}")
-        field = f"p{number}"
-        names[field] = parameter.name
-        fields[field] = _field(parameter, hints.get(parameter.name, Any), texts.get(parameter.name))
+        named.append(_named(parameter, hints.get(parameter.name, Any), texts.get(parameter.name)))
+
+    # pydantic validates the arguments of a function with the same signature.
+    def collect(**arguments: Any) -> dict[str, Any]:
+        return arguments
+
+    collect.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    collect.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
     try:
-        model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
-        parameters = model.model_json_schema(by_alias=True)
-    except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUndefinedAnnotation) as exc:
+        arguments: TypeAdapter[dict[str, Any]] = TypeAdapter(cast("Any", collect))
+        parameters = arguments.json_schema()
+    except (PydanticUserError, PydanticUndefinedAnnotation) as exc:
         raise _unusable(
             function,
             f"a parameter has a type that JSON cannot represent ({_first_line(exc)}); use str, int, float, bool, list, "
             "dict, an enum, a dataclass or a pydantic model",
         ) from exc
-    return FunctionSchema(description=description, parameters=_remove_titles(parameters), names=names, model=model)
+    return FunctionSchema(description=description, parameters=_remove_titles(parameters), arguments=arguments)
 
 
 def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -119,28 +120,24 @@ def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
         ) from exc
 
 
-def _field(parameter: inspect.Parameter, hint: Any, text: str | None) -> tuple[Any, Any]:
-    """Return the definition of a field of a pydantic model.
+def _named(parameter: inspect.Parameter, hint: Any, text: str | None) -> inspect.Parameter:
+    """Return the parameter as a keyword, because models pass arguments by name, with its description in the annotation.
 
     Args:
         text: Description of the parameter in the docstring.
     """
-    annotated_text = next((item for item in typing.get_args(hint)[1:] if isinstance(item, str)), None)
+    metadata = getattr(hint, "__metadata__", ())
     # A text in the annotation has priority over the docstring. Pydantic reads its own Field in the annotation itself.
-    text = annotated_text if typing.get_origin(hint) is Annotated and annotated_text else text
-    options: dict[str, Any] = {"alias": parameter.name}
-    # A pydantic ``Field`` in the annotation may contain a description.
-    has_description = any(getattr(item, "description", None) for item in getattr(hint, "__metadata__", ()))
-    if text is not None and not has_description:
-        options["description"] = text
-    if parameter.default is inspect.Parameter.empty:
-        return hint, Field(**options)
+    text = next((item for item in metadata if isinstance(item, str)), text)
+    if text is not None and not any(getattr(item, "description", None) for item in metadata):
+        hint = Annotated[hint, Field(description=text)]
+    named = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint)
     try:
-        to_jsonable_python(parameter.default)
+        to_jsonable_python(None if parameter.default is inspect.Parameter.empty else parameter.default)
     except (PydanticSerializationError, ValueError):
         # JSON cannot represent the default, so the schema does not show it. The function still uses it.
-        return hint, Field(default_factory=lambda: None, **options)
-    return hint, Field(parameter.default, **options)
+        return named.replace(default=Field(default_factory=lambda: None))
+    return named
 
 
 def _remove_titles(schema: Any) -> Any:

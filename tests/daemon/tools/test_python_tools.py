@@ -150,6 +150,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
     def frame(table: pd.DataFrame) -> None: ...
     def unknown(a: Nowhere) -> None: ...  # noqa: F821
     def callback(a: Callable[[int], int]) -> None: ...
+    def undecided(a: Annotated[Point | Box, Field(discriminator="kind")]) -> None: ...
 
     remedies = {
         many: "that is a list",
@@ -158,6 +159,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
         frame: "JSON cannot represent",
         unknown: "Nowhere",
         callback: "JSON cannot represent",
+        undecided: "JSON cannot represent",
     }
     for function, remedy in remedies.items():
         with pytest.raises(InvalidRequestError, match=remedy):
