@@ -83,7 +83,10 @@ class TurnFollower:
         self._session_id = session_id
         self._submit = submit
         self._turn_id = submit.turn_id
-        self._accumulator = TurnAccumulator(session_id, submit.turn_id)
+        self._thinking: tuple[str, str] = ("", "")
+        """The id of the current message, and its thoughts."""
+        self._arguments: dict[str, Arguments | None] = {}
+        self._calls: list[TurnToolCall] = []
         self._permissions = TurnPermissions(client, submit.turn_id, on_permission)
         self._submitting: asyncio.Task[TurnAccepted] | None = None
         self._end: TurnDoneEvent | TurnErrorEvent | TurnRecord | None = None
@@ -100,8 +103,23 @@ class TurnFollower:
         Raises:
             LabError: the turn has failed.
         """
-        assert self._end is not None
-        return self._accumulator.result(self._end, reconnects=self._reconnects)
+        end = self._end
+        assert end is not None
+        if isinstance(end, TurnErrorEvent):
+            raise turn_error(self._turn_id, end.data.error)
+        if isinstance(end, TurnRecord) and end.error is not None:
+            raise turn_error(self._turn_id, end.error)
+        outcome = end if isinstance(end, TurnRecord) else end.data
+        return TurnResult(
+            turn_id=self._turn_id,
+            session_id=self._session_id,
+            text=outcome.text,
+            thinking=self._thinking[1],
+            stop_reason=outcome.stop_reason or "end",
+            stats=outcome.stats,
+            tool_calls=tuple(self._calls),
+            reconnects=self._reconnects,
+        )
 
     async def events(self) -> AsyncGenerator[DaemonEvent, None]:
         """Yield the turn's events up to its last one, and resets with snapshots where events are missing.
@@ -192,7 +210,7 @@ class TurnFollower:
                 continue
             self._reconnects = subscription.reconnects
             if event.turn_id == self._turn_id or isinstance(event, ResetFrame | SnapshotFrame):
-                self._accumulator.add(event)
+                self._collect(event)
                 match event:
                     case PermissionRequestEvent():
                         self._permissions.decide_on(event.data.permission)
@@ -209,6 +227,28 @@ class TurnFollower:
                 self._note_activity()
             elif isinstance(event, SessionDeletedEvent):
                 await self._read_and_note_end()
+
+    def _collect(self, event: DaemonEvent) -> None:
+        """Collect the parts of the result that only events contain."""
+        match event:
+            case TurnThinkingEvent():
+                message_id, before = self._thinking
+                is_same = message_id == event.data.message_id
+                self._thinking = (event.data.message_id, (before if is_same else "") + event.data.text)
+            case MessageDoneEvent() if event.data.message.role == "assistant":
+                message = event.data.message
+                self._thinking = (message.message_id or "", message.reasoning_content or "")
+                for call in message.tool_calls:
+                    try:
+                        arguments = _ARGUMENTS.validate_python(pydantic_core.from_json(call.arguments or "{}"))
+                    except (ValueError, ValidationError):
+                        arguments = None
+                    self._arguments[call.call_id] = arguments
+            case ToolStartEvent():
+                self._arguments[event.data.call_id] = event.data.arguments
+            case ToolEndEvent():
+                fields = event.data.model_dump(include={"call_id", "name", "status", "text", "elapsed_s"})
+                self._calls.append(TurnToolCall(**fields, arguments=self._arguments.get(event.data.call_id)))
 
     # Reading the record
 
@@ -426,74 +466,6 @@ class TurnResult:
     def _repr_html_(self) -> str:
         # Notebooks break lines of plain text within words; this style breaks them between words.
         return f'<div style="white-space: pre-wrap; word-break: normal">{html.escape(repr(self))}</div>'
-
-
-class TurnAccumulator:
-    """Accumulates the result of a turn from its events."""
-
-    def __init__(self, session_id: str, turn_id: str) -> None:
-        self._session_id = session_id
-        self._turn_id = turn_id
-        self._thinking: tuple[str, str] = ("", "")
-        """The id of the current message, and its thoughts."""
-        self._arguments: dict[str, Arguments | None] = {}
-        self._calls: list[TurnToolCall] = []
-
-    def add(self, event: DaemonEvent) -> None:
-        """Add an event of the turn."""
-        match event:
-            case TurnThinkingEvent():
-                message_id, before = self._thinking
-                is_same = message_id == event.data.message_id
-                self._thinking = (event.data.message_id, (before if is_same else "") + event.data.text)
-            case MessageDoneEvent() if event.data.message.role == "assistant":
-                message = event.data.message
-                self._thinking = (message.message_id or "", message.reasoning_content or "")
-                for call in message.tool_calls:
-                    try:
-                        arguments = _ARGUMENTS.validate_python(pydantic_core.from_json(call.arguments or "{}"))
-                    except (ValueError, ValidationError):
-                        arguments = None
-                    self._arguments[call.call_id] = arguments
-            case ToolStartEvent():
-                self._arguments[event.data.call_id] = event.data.arguments
-            case ToolEndEvent():
-                end = event.data
-                call_result = TurnToolCall(
-                    call_id=end.call_id,
-                    name=end.name,
-                    arguments=self._arguments.get(end.call_id),
-                    status=end.status,
-                    text=end.text,
-                    elapsed_s=end.elapsed_s,
-                )
-                self._calls.append(call_result)
-
-    def result(self, end: TurnDoneEvent | TurnErrorEvent | TurnRecord, *, reconnects: int) -> TurnResult:
-        """Return the result.
-
-        Args:
-            end: The turn's last event, or its record.
-            reconnects: How often the stream of events was reconnected.
-
-        Raises:
-            LabError: the turn has failed.
-        """
-        if isinstance(end, TurnErrorEvent):
-            raise turn_error(self._turn_id, end.data.error)
-        if isinstance(end, TurnRecord) and end.error is not None:
-            raise turn_error(self._turn_id, end.error)
-        outcome = end if isinstance(end, TurnRecord) else end.data
-        return TurnResult(
-            turn_id=self._turn_id,
-            session_id=self._session_id,
-            text=outcome.text,
-            thinking=self._thinking[1],
-            stop_reason=outcome.stop_reason or "end",
-            stats=outcome.stats,
-            tool_calls=tuple(self._calls),
-            reconnects=reconnects,
-        )
 
 
 def turn_error(turn_id: str, detail: ErrorDetail) -> LabError:

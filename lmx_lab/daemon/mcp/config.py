@@ -100,11 +100,6 @@ def check(config: McpServerConfig) -> None:
             raise InvalidRequestError(failure.message, param="command") from failure
 
 
-def redact_values(values: dict[str, str]) -> dict[str, str]:
-    """Replace all values of ``env`` or ``headers``."""
-    return dict.fromkeys(values, REDACTED)
-
-
 def restore_secrets(config: McpServerConfig, previous: McpServerConfig | None) -> McpServerConfig:
     """Replace the redacted values of a configuration by those of the previous one.
 

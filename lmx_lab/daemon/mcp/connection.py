@@ -237,31 +237,18 @@ class McpConnection:
         return one_line(self._redactor.redact(text), 1000)
 
 
-class _ProcessStream:
-    """Base class of the streams of a process. Closing one does nothing: the process is stopped by its owner."""
+class MessageStream:
+    """The messages of a process, as the streams that a session reads and writes. The number of other lines is limited.
 
-    def __init__(self, process: McpProcess) -> None:
-        self._process = process
-
-    async def aclose(self) -> None:
-        pass
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass
-
-
-class MessageReader(_ProcessStream):
-    """The messages of a process, as the stream that a session reads. The number of other lines is limited."""
+    Closing it does nothing: the process is stopped by its owner.
+    """
 
     def __init__(self, process: McpProcess, on_end: Callable[[], None]) -> None:
         """
         Args:
             on_end: Called once, when there are no more messages.
         """
-        super().__init__(process)
+        self._process = process
         self._on_end = on_end
         self.invalid_lines = 0
         """Number of lines that were not messages."""
@@ -272,6 +259,15 @@ class MessageReader(_ProcessStream):
         self.at_end = False
         self.on_long_line: Callable[[], None] = lambda: None
         """Called for each line that exceeds the limit. The line was discarded."""
+
+    async def aclose(self) -> None:
+        pass
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
 
     def __aiter__(self) -> Self:
         return self
@@ -314,10 +310,6 @@ class MessageReader(_ProcessStream):
         except StopAsyncIteration:
             raise anyio.EndOfStream from None
 
-
-class MessageWriter(_ProcessStream):
-    """The messages for a process, as the stream that a session writes."""
-
     async def send(self, item: SessionMessage, /) -> None:
         """Send a message.
 
@@ -352,19 +344,19 @@ async def connect_stdio(
     """
 
     async def end_failure() -> McpFailure:
-        if reader.is_flooded:
+        if stream.is_flooded:
             return McpFailure("protocol", "the server wrote thousands of lines to stdout that are not messages")
         if not connection.is_closing:
             # A failed write, and the end of the output, are often noticed before the process has exited.
             await asyncio.wait({process.closed}, timeout=0.5)
-        if not reader.at_end and process.returncode is None:
+        if not stream.at_end and process.returncode is None:
             return McpFailure("exited", "the server was stopped")
         return McpFailure("exited", f"the server {process.describe_end()}")
 
-    reader = MessageReader(process, on_lost)
-    session = _session(config, on_tools_changed, reader, MessageWriter(process))
+    stream = MessageStream(process, on_lost)
+    session = _session(config, on_tools_changed, stream, stream)
     connection = McpConnection(session, config, end_failure)
-    reader.on_long_line = connection.fail_calls_too_long
+    stream.on_long_line = connection.fail_calls_too_long
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(translate_errors(config))
         # Pushed before the session is entered, so that the connection is closed after it.
@@ -373,12 +365,12 @@ async def connect_stdio(
         try:
             await connection.initialize()
         except _OPEN_ERRORS as exc:
-            if reader.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
+            if stream.at_end or (isinstance(exc, MCPError) and exc.code == CONNECTION_CLOSED):
                 failure = await end_failure()
                 raise McpFailure(failure.kind, f"{failure.message}, before it answered initialize") from exc
             failure = await connection.failure(exc, "the session")
             if failure.kind == "start-timeout":
-                wrote = ", but wrote lines that are not messages" if reader.invalid_lines else ""
+                wrote = ", but wrote lines that are not messages" if stream.invalid_lines else ""
                 failure = McpFailure(
                     "start-timeout",
                     f"the server did not answer initialize within {config.start_timeout_s:g} s{wrote}; check that "

@@ -23,7 +23,6 @@ from lmx_lab.daemon.mcp.config import (
     apply_change,
     check,
     one_line,
-    redact_values,
     restore_secrets,
 )
 from lmx_lab.daemon.mcp.process import McpProcess
@@ -40,6 +39,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.wire.events import McpStatus
 from lmx_lab.wire.mcp import (
+    REDACTED,
     ChangeMcpServer,
     McpServerConfig,
     McpServerList,
@@ -112,7 +112,7 @@ class McpServer:
         """The configuration without secrets, and the current state."""
         config, process = self.config, self._process
         fields = {**config.model_dump(), **self.status.model_dump()}
-        fields |= {"env": redact_values(config.env), "headers": redact_values(config.headers)}
+        fields |= {name: dict.fromkeys(fields[name], REDACTED) for name in ("env", "headers")}
         return McpServerRecord(
             **fields,
             stderr_tail=process.stderr_tail if process is not None else "",
