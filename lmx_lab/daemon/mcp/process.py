@@ -39,38 +39,24 @@ class LineSplitter:
             limit: Maximum size of a line in bytes.
         """
         self._limit = limit
-        self._pieces: list[bytes] = []
-        self._size = 0
+        self._line = bytearray()
         self._is_skipping = False
 
     def feed(self, data: bytes) -> Iterator[bytes | None]:
         """Return the lines that end in these bytes, without line feeds; None as soon as a line exceeds the limit."""
-        *complete, rest = data.split(b"\n")
-        for piece in complete:
-            if not self._add(piece):
+        for number, piece in enumerate(data.split(b"\n")):
+            if number:  # The current line has ended before this piece.
+                if not self._is_skipping:
+                    yield bytes(self._line)
+                self._line.clear()
+                self._is_skipping = False
+            if self._is_skipping:
+                continue
+            self._line += piece
+            if len(self._line) > self._limit:
+                self._line.clear()
+                self._is_skipping = True
                 yield None
-            if not self._is_skipping:
-                yield b"".join(self._pieces)
-            self._is_skipping = False
-            self._clear()
-        if not self._add(rest):
-            yield None
-
-    def _add(self, piece: bytes) -> bool:
-        """Add a piece to the current line. Returns False if the line exceeds the limit for the first time."""
-        if self._is_skipping:
-            return True
-        if self._size + len(piece) > self._limit:
-            self._is_skipping = True
-            self._clear()
-            return False
-        self._pieces.append(piece)
-        self._size += len(piece)
-        return True
-
-    def _clear(self) -> None:
-        self._pieces.clear()
-        self._size = 0
 
 
 class OutputTail:

@@ -77,10 +77,6 @@ class _PermissionExpired:
     call_id: str
 
 
-class _WriteBatch:
-    """The interval of a batch has passed: text that was received is written."""
-
-
 class ActiveTurn:
     """A turn that is running. ``run`` it in a separate task; the other methods are for the same event loop."""
 
@@ -113,7 +109,8 @@ class ActiveTurn:
             parallel_tools=limits.parallel_tools,
             broken_calls=limits.broken_calls,
         )
-        self._inbox: asyncio.Queue[TurnInput | _PermissionExpired | _WriteBatch] = asyncio.Queue()
+        self._inbox: asyncio.Queue[TurnInput | _PermissionExpired | None] = asyncio.Queue()
+        """None means that the interval of a batch has passed: text that was received is written."""
         self._pending: list[Change] = []
         """Changes that are not in the log yet, in order."""
         self._abandoned = asyncio.Event()
@@ -199,9 +196,9 @@ class ActiveTurn:
 
     # The loop
 
-    async def _receive(self, received: TurnInput | _PermissionExpired | _WriteBatch) -> list[TurnAction]:
+    async def _receive(self, received: TurnInput | _PermissionExpired | None) -> list[TurnAction]:
         """Return the actions that follow from an entry of the inbox."""
-        if isinstance(received, _WriteBatch):
+        if received is None:
             return []
         if not isinstance(received, _PermissionExpired):
             return self._machine.handle(received)
@@ -415,7 +412,7 @@ class ActiveTurn:
     def _start_batch(self) -> None:
         """Write what was received after ``limits.batch_s``, or earlier together with an action."""
         if self._batch_timer is None:
-            self._batch_timer = self._loop.call_later(self._limits.batch_s, self._inbox.put_nowait, _WriteBatch())
+            self._batch_timer = self._loop.call_later(self._limits.batch_s, self._inbox.put_nowait, None)
 
     def _save_message(self, calls: tuple[ToolCall, ...]) -> None:
         """Add the current message to the history, unless it is empty."""
