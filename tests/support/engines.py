@@ -66,11 +66,6 @@ PROMPT = TokenPrompt(tokens=(300, 301, 302))
 TWO_SLOTS = Settings(slots=2, queue_limit=2)
 
 
-def engine_of(manager: ModelManager, format: Format) -> Engine:
-    """Return the engine that runs models of this format."""
-    return manager.engines.get(engine_for(format).name)
-
-
 def mlx_engine(manager: ModelManager) -> MlxEngine:
     from lmx_lab.engine.mlx.engine import MlxEngine
 

@@ -6,7 +6,7 @@ import importlib
 import json
 import shutil
 import struct
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -468,8 +468,6 @@ def embed(model: LoadedEncoder, *inputs: str | tuple[int, ...], **options: Any) 
     options = {"input_type": None, "truncate": False} | options
     return run(model.forward(texts_of(model, inputs, **options)))
 
-
-Load = Callable[..., "LoadedEncoder"]
 
 MODEL_SIZES = {
     "vocab_size": 97,

@@ -1,4 +1,4 @@
-"""Asyncio primitives of the turn runner: slots of running turns, waiting for the end of a turn, shielded tasks.
+"""Asyncio primitives of the turn runner: slots of running turns, delays, and shielded tasks.
 
 Each is used on one event loop.
 """
@@ -6,12 +6,9 @@ Each is used on one event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
-
-from lmx_lab.daemon.storage.store import TurnKey
 
 T = TypeVar("T")
 
@@ -76,35 +73,6 @@ class TurnSlots:
                     waiter.set_result(None)
                     return
         self.free += 1
-
-
-class TurnWaiters:
-    """Callers that wait for the end of a turn."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[TurnKey, set[asyncio.Future[None]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @contextlib.contextmanager
-    def wait_for(self, key: TurnKey) -> Iterator[asyncio.Future[None]]:
-        """Provide a future that is done when the turn ends within the block."""
-        ended = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(key, set())
-        waiting.add(ended)
-        try:
-            yield ended
-        finally:
-            waiting.discard(ended)
-            if not waiting and self._waiting.get(key) is waiting:
-                del self._waiting[key]
-
-    def notify(self, key: TurnKey) -> None:
-        """Notify the callers that the turn has ended. The end must be in the log already."""
-        for ended in self._waiting.pop(key, ()):
-            if not ended.done():
-                ended.set_result(None)
 
 
 class ShieldedTasks:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Literal
+from weakref import WeakValueDictionary
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
@@ -14,7 +15,7 @@ from lmx_lab.daemon.storage.store import Store, Transaction, TurnKey
 from lmx_lab.daemon.storage.turns import StartedTurn, Submitted, end_abandoned
 from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.active_turn import ActiveTurn, TurnDependencies
-from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, TurnWaiters, give_way, retry_delays
+from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, give_way, retry_delays
 from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
@@ -76,7 +77,8 @@ class TurnRunner:
         self._workers: dict[str, SessionWorker] = {}
         """The workers that are in use, by session."""
         self._queued_count = 0
-        self._waiters = TurnWaiters()
+        self._ends: WeakValueDictionary[TurnKey, asyncio.Future[None]] = WeakValueDictionary()
+        """Futures of the ends of turns, each as long as a caller waits for it. They are shared: do not cancel them."""
         self._adopted_tasks: set[asyncio.Task[None]] = set()
         """Cancelled tasks of turns that have ended without them."""
         self._shielded = ShieldedTasks()
@@ -167,7 +169,7 @@ class TurnRunner:
     @property
     def is_idle(self) -> bool:
         """Whether no turn and no request is in progress. Then nothing is kept in memory for any session."""
-        is_in_use = self._workers or len(self._waiters) or self._adopted_tasks or self._shielded.tasks
+        is_in_use = self._workers or len(self._ends) or self._adopted_tasks or self._shielded.tasks
         return not is_in_use and self._slots.free == self._limits.running_turns
 
     # Turns
@@ -237,12 +239,20 @@ class TurnRunner:
         if wait_s <= 0:
             return await self._read(key)
         # Before the turn is read, so that an end in between is noticed.
-        with self._waiters.wait_for(key) as ended:
+        ended = self._end_of(key)
+        record = await self._read(key)
+        if record.ended_at is None:
+            await asyncio.wait([ended], timeout=min(wait_s, self._limits.wait_s))
             record = await self._read(key)
-            if record.ended_at is None:
-                await asyncio.wait([ended], timeout=min(wait_s, self._limits.wait_s))
-                record = await self._read(key)
         return record
+
+    def _end_of(self, key: TurnKey) -> asyncio.Future[None]:
+        return self._ends.setdefault(key, asyncio.get_running_loop().create_future())
+
+    def _notify_end(self, key: TurnKey) -> None:
+        """Notify those who wait that a turn has ended. The end must be in the log already."""
+        if (ended := self._ends.pop(key, None)) is not None:
+            ended.set_result(None)
 
     async def _read(self, key: TurnKey) -> TurnRecord:
         return await self._store.read(lambda view: turns.read(view, key))
@@ -292,7 +302,7 @@ class TurnRunner:
         abandoned, queued = await self._store.write(end, ending=True)
         self._queued_count -= len(queued)
         for turn_id in (*abandoned, *queued):
-            self._waiters.notify(TurnKey(session_id=session_id, turn_id=turn_id))
+            self._notify_end(TurnKey(session_id=session_id, turn_id=turn_id))
         return abandoned, queued
 
     async def delete_session(self, session_id: str) -> None:
@@ -314,9 +324,9 @@ class TurnRunner:
                 await self._end_inactive(worker, None)
                 active, worker.is_deleting = worker.active, True
             if active is not None:
-                with self._waiters.wait_for(active.key) as ended:
-                    active.stop(CANCELLED)
-                    await ended
+                ended = self._end_of(active.key)
+                active.stop(CANCELLED)
+                await asyncio.wait([ended])
             await self._store.write(delete, ending=True)
         finally:
             worker.is_deleting, worker.deletion = False, None
@@ -365,7 +375,7 @@ class TurnRunner:
                         if active.has_slot:
                             self._slots.release()
                         worker.active = None
-                        self._waiters.notify(active.key)
+                        self._notify_end(active.key)
                     await give_way(BEHIND_TURN)
                     delays_s = retry_delays(self._dependencies.retry_s)
                 except StoppingError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import sys
 from typing import Any
@@ -34,11 +33,6 @@ async def sleep() -> str:
     return ""
 
 
-@server.tool()
-def die() -> str:
-    os._exit(1)
-
-
 def guarded(app: Any) -> Any:
     async def guard(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and dict(scope["headers"]).get(b"authorization") != f"Bearer {TOKEN}".encode():
@@ -58,5 +52,5 @@ def guarded(app: Any) -> Any:
 if __name__ == "__main__":
     listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
     print(listener.getsockname()[1], flush=True)
-    app = guarded(server.streamable_http_app(json_response=len(sys.argv) > 2))
+    app = guarded(server.streamable_http_app())
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listener])

@@ -7,7 +7,7 @@ import pytest
 from lmx_lab import errors
 from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.wire.mcp import ToolRecord
-from lmx_lab.wire.sessions import CancelTurns, Decision, SessionMessage, SubmitTurn, TurnOverrides
+from lmx_lab.wire.sessions import CancelTurns, SessionMessage, SubmitTurn, TurnOverrides
 from tests.support.daemons import ASKS, FREE, ScriptedToolbox, check_log, daemon
 from tests.support.labs import serving
 from tests.support.model_server import (
@@ -27,7 +27,6 @@ from tests.support.model_server import (
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
-ALLOW, DENY = Decision(decision="allow"), Decision(decision="deny")
 
 
 # --- answers
