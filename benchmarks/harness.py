@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks.bench import Bench, BenchError
 from benchmarks.processes import Worker
 from benchmarks.report import Limit, Row
-from lmx_lab.bench import Case, ChatTarget, RequestSample, drive
+from lmx_lab.bench import Case, ChatTarget, RequestSample, runner
 
 FIGURE = "harness"
 STREAMS, PER_SECOND = 64, 5000
@@ -73,18 +73,18 @@ def measure_harness(*, streams: int = STREAMS, per_second: float = PER_SECOND, t
     case = Case(prompt_tokens=16, output_tokens=tokens, concurrency=streams, requests=streams, warm_up=0)
 
     async def collect(url: str) -> list[RequestSample]:
-        return [sample async for sample in drive(ChatTarget(url), case)]
+        return [sample async for sample in runner.samples(ChatTarget(url), case)]
 
     with Worker("benchmarks.paced_process", pace_s=pace_s, streams=streams) as server:
         began_s, used_s = time.perf_counter(), time.process_time()
-        samples = asyncio.run(collect(server.ready["url"]))
+        measured = asyncio.run(collect(server.ready["url"]))
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - used_s
-    rates = [sample.decode_tok_s or 0.0 for sample in samples]
+    rates = [sample.decode_tok_s or 0.0 for sample in measured]
     return Harness(
         decode_share=median(rates) * pace_s,
         slowest_share=min(rates) * pace_s,
-        total_share=sum(sample.output_tokens or 0 for sample in samples) / wall_s / per_second,
-        itl_share=median(sample.itl_ms_p50 or 0.0 for sample in samples) / 1e3 / pace_s,
+        total_share=sum(sample.output_tokens or 0 for sample in measured) / wall_s / per_second,
+        itl_share=median(sample.itl_ms_p50 or 0.0 for sample in measured) / 1e3 / pace_s,
         cpu_share=cpu_s / wall_s,
-        errors=sum(sample.error is not None for sample in samples),
+        errors=sum(sample.error is not None for sample in measured),
     )

@@ -16,7 +16,7 @@ from benchmarks.models import gguf_starter, tiny_gguf
 from benchmarks.processes import Reply, Worker
 from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server
-from lmx_lab.bench import Case, ChatTarget, RequestSample, drive, summary
+from lmx_lab.bench import Case, ChatTarget, RequestSample, runner, summary
 from lmx_lab.bench.case import prompt
 from lmx_lab.bench.load_generator import calibrate
 
@@ -123,12 +123,12 @@ def _bench_rate(server: LabServer, concurrency: int, requests: int) -> float:
 
     async def collect() -> list[RequestSample]:
         case = replace(CASE, concurrency=concurrency, requests=requests)
-        return [sample async for sample in drive(ChatTarget(server.url), case)]
+        return [sample async for sample in runner.samples(ChatTarget(server.url), case)]
 
-    samples = asyncio.run(collect())
-    if errors := [sample.error for sample in samples if sample.error is not None]:
+    measured = asyncio.run(collect())
+    if errors := [sample.error for sample in measured if sample.error is not None]:
         raise BenchError(f"{len(errors)} requests of {requests} failed: {errors[0]}")
-    return float(summary(samples)["total_tok_s"].iloc[0])
+    return float(summary(measured)["total_tok_s"].iloc[0])
 
 
 async def _texts(server: LabServer, rows: int) -> list[str]:

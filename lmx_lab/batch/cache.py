@@ -117,8 +117,7 @@ class AnswerCache:
             for at, model, data in found
             if not model.startswith("[")
         ]
-        frame: pd.DataFrame = make_table(rows, {"at": "time", "model": "text", **DTYPES})
-        return frame
+        return make_table(rows, {"at": "time", "model": "text", **DTYPES})
 
     def close(self, *, wait: bool = True) -> None:
         """Finish pending writes and close the file. Idempotent.

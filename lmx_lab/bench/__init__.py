@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmx_lab.bench.case import Arrival, Case, Closed, Poisson, Sweep
-    from lmx_lab.bench.load_generator import drive
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
     from lmx_lab.bench.runner import run, samples
     from lmx_lab.bench.sample import RequestSample, frame
-    from lmx_lab.bench.storage import Recorder, load, save
+    from lmx_lab.bench.storage import Recorder, load
     from lmx_lab.bench.summaries import compare, summary
     from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
     from lmx_lab.results.provenance import describe_machine
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "bench.case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
     "results.statistics": ("Interval", "median_interval", "ratio_interval"),
-    "bench.load_generator": ("drive",),
-    "bench.storage": ("Recorder", "load", "save"),
+    "bench.storage": ("Recorder", "load"),
     "bench.plots": ("by_concurrency", "by_prompt_length"),
     "results.provenance": ("describe_machine",),
     "bench.runner": ("run", "samples"),
@@ -55,14 +53,12 @@ __all__ = [
     "by_prompt_length",
     "compare",
     "describe_machine",
-    "drive",
     "frame",
     "load",
     "median_interval",
     "ratio_interval",
     "run",
     "samples",
-    "save",
     "summary",
 ]
 

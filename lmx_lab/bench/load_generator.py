@@ -64,23 +64,6 @@ class Run:
             )
 
 
-async def drive(
-    target: Target, case: Case, *, repeat: int = 0, silence_s: float = SILENCE_S
-) -> AsyncGenerator[RequestSample, None]:
-    """Measure one case: its warm-up, then its requests. Yields each sample when its request ends.
-
-    A failed request yields a sample with its error. After three consecutive requests without any reply, the other
-    requests of the case are not sent, and yield samples with this error. Closing the generator cancels
-    running requests.
-    """
-    case_run = CaseRun(target, case, repeat=repeat, run=Run(silence_s=silence_s))
-    await case_run.prepare()
-    for part in (case_run.warm_up(), case_run.measure(range(case.requests))):
-        async with aclosing(part) as ended:
-            async for sample in ended:
-                yield sample
-
-
 class CaseRun:
     """One repeat of a case on a target. Call ``prepare``, ``warm_up``, and ``measure`` for parts of the requests."""
 

@@ -295,8 +295,7 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         MissingPackageError: pandas is not installed.
     """
     dtypes = {**dtypes_of(RequestSample), "started_at": "time"}
-    table: pd.DataFrame = make_table(rows, dtypes, needed_by="a table of requests")
-    return table
+    return make_table(rows, dtypes, needed_by="a table of requests")
 
 
 def _has_type(value: Any, kind: str) -> bool:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -113,21 +113,6 @@ class Recorder:
         if kind is not None and self._is_empty and self.path is not None:
             self.path.unlink(missing_ok=True)
             self.path = None
-
-
-def save(
-    samples: Iterable[RequestSample], provenance: Mapping[str, Any] | None = None, folder: Path | str | None = None
-) -> Path:
-    """Store the samples of a run, and return the path of the file.
-
-    Raises:
-        InvalidRequestError, OSError: as ``Recorder``.
-    """
-    with Recorder(folder, provenance=provenance) as recorder:
-        for sample in samples:
-            recorder.add(sample)
-    assert recorder.path is not None
-    return recorder.path
 
 
 def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataFrame:

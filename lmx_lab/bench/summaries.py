@@ -135,7 +135,7 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
     figures = {name: value for name, value in _summarize(table.iloc[:0], level).items() if name not in keys}
     # The types are given explicitly, because pandas cannot infer them without rows.
     dtypes = {name: table[name].dtype for name in keys} | {name: type(value) for name, value in figures.items()}
-    result: pd.DataFrame = make_table(rows, dtypes, needed_by="a summary")
+    result = make_table(rows, dtypes, needed_by="a summary")
     left = keys
     if by is None:
         always = ("target", "prompt_tokens_wanted", "concurrency")
@@ -223,7 +223,7 @@ def compare(
         for metric in metrics
     ]
     dtypes = {name: sides["a"][common[0]][name].dtype for name in by} | COMPARISON
-    table: pd.DataFrame = make_table(compared, dtypes, needed_by="a comparison")
+    table = make_table(compared, dtypes, needed_by="a comparison")
     table.attrs["only_a"] = [key for key in sides["a"] if key not in sides["b"]]
     table.attrs["only_b"] = [key for key in sides["b"] if key not in sides["a"]]
     return table

@@ -181,17 +181,12 @@ class ChatTarget:
             ) from exc
         async with TimedRequest(self._endpoint, content) as sent:
             yield Chunk(at_s=sent.send())
-            async with aclosing(self._chunks(sent)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-
-    async def _chunks(self, request: TimedRequest) -> AsyncGenerator[Chunk, None]:
-        reader, until_s = ChunkReader(self.url), None
-        async with aclosing(request.events()) as events:
-            while (event := await next_until(events, until_s)) is not None and (event.data or "").strip() != DONE:
-                yield measure_chunk(reader.read(event.data) if event.data else None, event.at_s)
-                if reader.finished and until_s is None:
-                    until_s = asyncio.get_running_loop().time() + self._max_open_s
+            reader, until_s = ChunkReader(self.url), None
+            async with aclosing(sent.events()) as events:
+                while (event := await next_until(events, until_s)) is not None and (event.data or "").strip() != DONE:
+                    yield measure_chunk(reader.read(event.data) if event.data else None, event.at_s)
+                    if reader.finished and until_s is None:
+                        until_s = asyncio.get_running_loop().time() + self._max_open_s
         if not reader.finished:
             raise ConnectionLostError(f"{self.url} ended the stream before the answer was complete; try again")
 

@@ -176,15 +176,16 @@ def serve(
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    spec = _load_spec(
-        model,
-        engine=engine,
-        context_length=context_length,
-        deterministic=deterministic,
-        prompt_lookup=prompt_lookup,
-        kv_cache_dtype=kv_cache_dtype,
-        draft=draft,
-    )
+    options: dict[str, Any] = {
+        **{"engine": engine, "context_length": context_length, "deterministic": deterministic},
+        **{"prompt_lookup": prompt_lookup, "kv_cache_dtype": kv_cache_dtype, "draft": draft},
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if model is None and options:
+        option = f"--{next(iter(options))}".replace("_", "-")
+        raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)
+    # typer has checked the types. ``wire.admin.load_spec`` imports pydantic, which the first load does not need.
+    spec = None if model is None else LoadSpec(model=model, **options)
     # None, for an option that is not given, leaves the setting to the environment.
     settings = settings_with_folders(
         host=host,
@@ -225,25 +226,6 @@ def serve(
         from lmx_lab.cli.server import run_server
 
         run_server(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ)
-
-
-def _load_spec(model: str | None, **options: Any) -> LoadSpec | None:
-    """Return the model to load at the start; None loads none.
-
-    Args:
-        options: ``LoadOptions``; None for those that are not given.
-
-    Raises:
-        InvalidRequestError: a load option is given without a model.
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    if model is not None:
-        # Its types are checked by typer. ``wire.admin.load_spec`` imports pydantic, which the first load does not need.
-        return LoadSpec(model=model, **given)
-    if given:
-        option = f"--{next(iter(given))}".replace("_", "-")
-        raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)
-    return None
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:

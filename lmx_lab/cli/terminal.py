@@ -15,18 +15,6 @@ from rich.text import Text
 from lmx_lab.errors import LabError
 from lmx_lab.sanitize import escape_text
 
-__all__ = [
-    "discard_typed_input",
-    "err",
-    "is_interactive",
-    "out",
-    "print_error",
-    "print_line",
-    "print_note",
-    "read_line",
-    "single_line",
-]
-
 out = Console(soft_wrap=True)
 err = Console(stderr=True, soft_wrap=True)
 

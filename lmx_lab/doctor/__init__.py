@@ -15,9 +15,6 @@ import psutil
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 
-__all__ = ["Finding", "Verdict", "run_checks"]
-
-
 Verdict = Literal["fine", "note", "bad"]
 
 

@@ -140,8 +140,7 @@ class Evaluation:
         dtypes |= {"finish_reason": "text", "prompt_tokens": "Int64", "output_tokens": "Int64", "total_s": "float64"}
         dtypes["request_id"] = "text"
         cells = [{**row.to_fields(), "probability": row.probability} for row in rows]
-        frame: pd.DataFrame = make_table(cells, dtypes, index=[row.label for row in rows])
-        return frame
+        return make_table(cells, dtypes, index=[row.label for row in rows])
 
     # Comparison and calibration
 
@@ -197,7 +196,7 @@ class Evaluation:
         if not rows:
             raise InvalidRequestError("the rows have no choices; pass metric=Choice([...]) to evaluate")
         bins, error = calibration([row.probability or 0.0 for row in rows], [row.score or 0.0 for row in rows])
-        frame: pd.DataFrame = make_table(map(vars, bins), dtypes_of(CalibrationBin), needed_by="calibration")
+        frame = make_table(map(vars, bins), dtypes_of(CalibrationBin), needed_by="calibration")
         frame.attrs["expected_calibration_error"] = error
         return frame
 

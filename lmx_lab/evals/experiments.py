@@ -167,8 +167,7 @@ class Experiments(Sequence[Evaluation]):
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._select(sql)]
         for row in rows:
             row |= {name: json.loads(row[name]) for name in ("settings", "versions")}
-        frame: pd.DataFrame = make_table(rows, COLUMNS).set_index("id")
-        return frame
+        return make_table(rows, COLUMNS).set_index("id")
 
     def _read(self, clause: str, *parameters: object) -> list[Evaluation]:
         found = []

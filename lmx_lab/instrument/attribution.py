@@ -56,10 +56,7 @@ class LogitAttribution:
             rows += [(block, "head", head, float(value)) for head, value in enumerate(self.heads[block])]
             rows.append((block, "mlp", None, float(mlp)))
         rows.append((None, "bias", None, self.bias))
-        frame: pd.DataFrame = make_table(
-            rows, {"block": "Int64", "part": "str", "head": "Int64", "contribution": "float64"}
-        )
-        return frame
+        return make_table(rows, {"block": "Int64", "part": "str", "head": "Int64", "contribution": "float64"})
 
     def heat_map(self) -> HeatMap:
         """Return the heat map of the contributions, with the last block on top."""

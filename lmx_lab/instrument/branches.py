@@ -406,8 +406,7 @@ class AnswerTree:
         Raises:
             MissingPackageError: pandas is not installed.
         """
-        frame: pd.DataFrame = make_table(map(_row, self), COLUMNS)
-        return frame
+        return make_table(map(_row, self), COLUMNS)
 
     def to_json(self) -> str:
         """Return the tree as JSON: the model, the token ids of the prompt, and the branches with their tokens."""
@@ -520,8 +519,7 @@ class BranchDiff:
             MissingPackageError: pandas is not installed.
         """
         dtypes = dict.fromkeys(("change", "one", "other"), "str")
-        frame: pd.DataFrame = make_table(word_changes(self.one.text, self.other.text), dtypes)
-        return frame
+        return make_table(word_changes(self.one.text, self.other.text), dtypes)
 
     def __repr__(self) -> str:
         at = self.first_difference

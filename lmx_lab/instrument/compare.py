@@ -403,8 +403,7 @@ class Comparison:
         Raises:
             MissingPackageError: pandas is not installed.
         """
-        frame: pd.DataFrame = make_table(map(self._row, self._answered()), COLUMNS)
-        return frame
+        return make_table(map(self._row, self._answered()), COLUMNS)
 
     @property
     def scores(self) -> pd.DataFrame:
@@ -419,7 +418,7 @@ class Comparison:
             for under in self._run.settings
             if (score := self._run.score_of(cell, under)) is not None
         ]
-        frame: pd.DataFrame = make_table(
+        return make_table(
             rows,
             {
                 **{"prompt": "int64", "answer": "str", "under": "str", "tokens": "int64"},
@@ -427,7 +426,6 @@ class Comparison:
             },
             needed_by="scores",
         )
-        return frame
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the grid as a single HTML file without external resources.

@@ -9,9 +9,8 @@ import html
 import math
 import os
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal
 
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import on_loop
@@ -66,21 +65,8 @@ main b {{ display: inline-block; height: .7em; margin-right: .3em; background: #
 VISIBLE = str.maketrans({"\n": "⏎\n", "\t": "⇥\t", " ": "·", "\r": "␍"})
 
 
-class TokenTable(Sequence[TokenLogprob]):
+class TokenTable(list[TokenLogprob]):
     """The tokens of an answer with their log-probabilities and alternatives; ``df`` is a data frame."""
-
-    def __init__(self, tokens: Sequence[TokenLogprob]) -> None:
-        self._tokens = tuple(tokens)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @overload
-    def __getitem__(self, at: int) -> TokenLogprob: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[TokenLogprob, ...]: ...
-    def __getitem__(self, at: int | slice) -> TokenLogprob | tuple[TokenLogprob, ...]:
-        return self._tokens[at]
 
     @property
     def df(self) -> pd.DataFrame:
@@ -92,17 +78,16 @@ class TokenTable(Sequence[TokenLogprob]):
         """
         rows = [
             (token.text, token.logprob, _probability(token), {other.text: other.logprob for other in token.top})
-            for token in self._tokens
+            for token in self
         ]
-        frame: pd.DataFrame = make_table(rows, TABLE_COLUMNS)
-        return frame
+        return make_table(rows, TABLE_COLUMNS)
 
     def __repr__(self) -> str:
-        rows = [tuple(TABLE_COLUMNS), *map(_cells, islice(self._tokens, SHOWN_ROWS))]
+        rows = [tuple(TABLE_COLUMNS), *map(_cells, self[:SHOWN_ROWS])]
         return "\n".join([*align_columns(rows), *self._footer()])
 
     def _repr_html_(self) -> str:
-        table = html_table(tuple(TABLE_COLUMNS), map(_cells, islice(self._tokens, SHOWN_ROWS)))
+        table = html_table(tuple(TABLE_COLUMNS), map(_cells, self[:SHOWN_ROWS]))
         return table + "".join(f"<div>{line}</div>" for line in self._footer())
 
     def _footer(self) -> list[str]:
@@ -160,7 +145,7 @@ class TokenLens(TokenTable):
     @property
     def logprob(self) -> float:
         """Log-probability of the whole answer: the sum over its tokens."""
-        return sum(token.logprob for token in self._tokens if token.logprob is not None)
+        return sum(token.logprob for token in self if token.logprob is not None)
 
     @property
     def df(self) -> pd.DataFrame:
@@ -186,24 +171,23 @@ class TokenLens(TokenTable):
                 by_text(each.top),
                 by_text(each.named),
             )
-            for at, each in enumerate(self._tokens)
+            for at, each in enumerate(self)
         ]
-        frame: pd.DataFrame = make_table(
+        return make_table(
             rows,
             {
                 **{"position": "int64", "token": "str", "id": "Int64", "bytes": "object", "logprob": "float64"},
                 **{"entropy": "float64", "rank": "Int64", "alternatives": "object", "logprob_tokens": "object"},
             },
         )
-        return frame
 
     def __repr__(self) -> str:
-        text = "".join(token.text for token in self._tokens)
+        text = "".join(token.text for token in self)
         short = text if len(text) <= 60 else f"{text[:60]}…"
         return f"<TokenLens of {len(self)} tokens, log-probability {self.logprob:.3f}: {short!r}; .df has all values>"
 
     def _repr_html_(self) -> str:
-        shown = self._tokens[:4000]  # The data frame contains all.
+        shown = self[:4000]  # The data frame contains all.
         more = f"<div>{len(self) - len(shown)} more tokens: see .df</div>" if len(self) > len(shown) else ""
         spans = ""
         for token, part in zip(shown, self.parts, strict=False):

@@ -82,8 +82,7 @@ class LogitLensTable:
             self.ids.ravel(),
             self.logprobs.ravel(),
         )
-        frame: pd.DataFrame = make_table(dict(zip(COLUMNS, columns, strict=True)), COLUMNS)
-        return frame
+        return make_table(dict(zip(COLUMNS, columns, strict=True)), COLUMNS)
 
     def heat_map(self) -> HeatMap:
         """Return the heat map: the most likely token in each cell, coloured by its probability, with the last block on

@@ -117,7 +117,7 @@ class PatchSweep:
                 strict=True,
             )
         )
-        frame: pd.DataFrame = make_table(columns, COLUMNS)
+        frame = make_table(columns, COLUMNS)
         frame.attrs["interrupted"] = self.interrupted
         return frame
 

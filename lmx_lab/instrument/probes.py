@@ -257,9 +257,7 @@ class Probe:
             MissingPackageError: pandas is not installed.
         """
         rows = [(at, float(np.mean(of)), float(np.std(of)), self.baseline) for at, of in self.accuracies.items()]
-        frame: pd.DataFrame = make_table(
-            rows, {"layer": "int64", "accuracy": "float64", "std": "float64", "baseline": "float64"}
-        )
+        frame = make_table(rows, {"layer": "int64", "accuracy": "float64", "std": "float64", "baseline": "float64"})
         frame.attrs["interrupted"] = self.interrupted
         return frame
 

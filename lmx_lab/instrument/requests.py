@@ -161,8 +161,7 @@ class RequestList(Sequence[RecordedRequest]):
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in self._store.rows()]
         for row in rows:
             row["seed"] = None if row["seed"] is None else int(row["seed"])
-        frame: pd.DataFrame = make_table(rows, COLUMNS)
-        return frame
+        return make_table(rows, COLUMNS)
 
     def load(self, path: str | os.PathLike[str]) -> RequestList:
         """Return the requests in the file of another lab or an earlier run. The file is not changed.
@@ -266,10 +265,7 @@ class Replay:
         pairs = itertools.zip_longest(*self._sides)
         rows = [(at, one, other, one == other) for at, (one, other) in enumerate(pairs)]
         side: Dtype = "Int64" if self.unit == "token" else "str"
-        frame: pd.DataFrame = make_table(
-            rows, {"position": "int64", "recorded": side, "replayed": side, "same": "bool"}
-        )
-        return frame
+        return make_table(rows, {"position": "int64", "recorded": side, "replayed": side, "same": "bool"})
 
     @property
     def _sides(self) -> tuple[Sequence[Any], Sequence[Any]]:

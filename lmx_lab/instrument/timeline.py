@@ -82,7 +82,7 @@ class Timeline(Sequence[RequestTimeline]):
             for number, id_, each in parts
             for span in each.spans()
         ]
-        frame: pd.DataFrame = make_table(
+        return make_table(
             rows,
             {
                 **{
@@ -97,7 +97,6 @@ class Timeline(Sequence[RequestTimeline]):
                 **{"requests": "int64", "kv_bytes": "int64"},
             },
         )
-        return frame
 
     def explain(self, at: int = -1) -> str:
         """Explain what the time of a request was spent on, and what the engine did for other requests at that time.

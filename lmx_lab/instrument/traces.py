@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -201,7 +201,7 @@ def token_label(text: str) -> str:
     return text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
 
 
-class ActivationCache(Mapping[str, NDArray[Any]]):
+class ActivationCache(dict[str, NDArray[Any]]):
     """The values of hooks by name: float32 arrays whose first axis is the position.
 
     Attributes:
@@ -212,20 +212,12 @@ class ActivationCache(Mapping[str, NDArray[Any]]):
     """
 
     def __init__(self, trace: Trace) -> None:
+        super().__init__(trace.arrays)
         self._trace = trace
         self.model = trace.model
         self.tokens = trace.tokens
         self.texts = trace.texts
         self.positions: tuple[int, ...] = tuple(trace.details["positions"])
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._trace.arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._trace.arrays)
-
-    def __len__(self) -> int:
-        return len(self._trace.arrays)
 
     @property
     def nbytes(self) -> int:
@@ -253,24 +245,13 @@ class ActivationCache(Mapping[str, NDArray[Any]]):
         return _table(repr(self).split("\n", 1)[0].strip("<>"), {name: self[name].shape for name in self})
 
 
-class HookTable(Mapping[str, Shape]):
+class HookTable(dict[str, Shape]):
     """The hooks of a model with the shapes of their values; ``position`` and ``key`` stand for numbers of tokens."""
 
     def __init__(self, trace: Trace) -> None:
         self.model = trace.model
         sizes: Mapping[str, Sequence[int]] = trace.details["hooks"]
-        self._shapes: dict[str, Shape] = {
-            name: ("position", *(each or "key" for each in size)) for name, size in sizes.items()
-        }
-
-    def __getitem__(self, name: str) -> Shape:
-        return self._shapes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
+        super().__init__((name, ("position", *(each or "key" for each in size))) for name, size in sizes.items())
 
     def __repr__(self) -> str:
         rows = [f"  {name}  {text}" for name, text in _grouped(self)]

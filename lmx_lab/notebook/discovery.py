@@ -73,8 +73,7 @@ def discover(timeout_s: float = FOUND_S) -> pd.DataFrame:
         MissingPackageError: pandas is not installed.
         HostingError: zeroconf is not installed, or the network does not allow multicast DNS.
     """
-    table: pd.DataFrame = make_table(map(asdict, find_labs(timeout_s)), dtypes_of(FoundLab), needed_by="discover()")
-    return table
+    return make_table(map(asdict, find_labs(timeout_s)), dtypes_of(FoundLab), needed_by="discover()")
 
 
 def find_labs(timeout_s: float = FOUND_S, *, interfaces: Sequence[str] | None = None) -> list[FoundLab]:

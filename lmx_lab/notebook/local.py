@@ -275,19 +275,10 @@ class LocalServer:
         return Portal(self._running_thread)
 
     def _running_thread(self) -> LoopThread:
-        self.check_running()
-        assert self.thread is not None
-        return self.thread
-
-    def check_running(self) -> None:
-        """Check that the server can be used.
-
-        Raises:
-            HostingError: the server was stopped, or not started.
-        """
-        if self._stopped or self.loop is None or self.loop.is_closed():
+        if self._stopped or self.thread is None or self.loop is None or self.loop.is_closed():
             state = "was stopped" if self._stopped else "is not running"
             raise HostingError(f"this lab {state}; launch() starts a new one")
+        return self.thread
 
     def start_daemon(
         self,
@@ -298,7 +289,7 @@ class LocalServer:
         tools: PythonTools | None,
     ) -> LabDaemon:
         """Start a daemon for this server, or return the running one; see ``Lab.start_daemon``."""
-        self.check_running()
+        self._running_thread()  # Raises HostingError if the lab was stopped.
         # Stored also if the start fails: the next attempt finds them.
         self.daemon_tools = tools = tools or self.daemon_tools
         # Imported here, because MCP takes half a second to import.

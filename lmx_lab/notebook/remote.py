@@ -44,7 +44,6 @@ from lmx_lab.wire.admin import (
     KeepAnswer,
     ModelRecords,
     NotReady,
-    Ready,
     RequestEvent,
     Sample,
     TraceBody,
@@ -520,7 +519,7 @@ class RemoteServer:
             state = "connection stopped"
         else:
             try:
-                now = self.portal.run(self._ready())
+                now = self.portal.run(asyncio.wait_for(self._client.ready(), self._repr_s))
             except (LabError, TimeoutError) as exc:
                 state = f"in another process, which does not answer: {exc}"
             else:
@@ -528,9 +527,6 @@ class RemoteServer:
                 unloading = f", {now.unloading}" if now.unloading is not None else ""
                 state = f"running in another process, version {self._version}, {model}{unloading}"
         return {"LMX Lab": state, "address": self.url}
-
-    async def _ready(self) -> Ready:
-        return await asyncio.wait_for(self._client.ready(), self._repr_s)
 
 
 def _open_thread(thread: LoopThread, end: weakref.finalize[Any, Any]) -> LoopThread:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from lmx_lab.arguments import Texts, embeddings_body
 from lmx_lab.backend import Backend, Ranking
@@ -39,7 +38,7 @@ class RankedDocument:
     document: str
 
 
-class RerankResult(Sequence[RankedDocument]):
+class RerankResult(list[RankedDocument]):
     """The ranked documents, the most relevant first. Documents with equal scores keep their given order.
 
     Args:
@@ -47,6 +46,10 @@ class RerankResult(Sequence[RankedDocument]):
     """
 
     def __init__(self, ranking: Ranking, *, show: Callable[[RerankResult], None] | None = None) -> None:
+        super().__init__(
+            RankedDocument(rank=rank, score=score, index=index, document=ranking.documents[index])
+            for rank, (index, score) in enumerate(ranking.order, start=1)
+        )
         self.ranking = ranking
         self.query = ranking.query
         self.model = ranking.model
@@ -59,20 +62,6 @@ class RerankResult(Sequence[RankedDocument]):
         self.widget: Any = None
         """The widget that displays the result; None before it is displayed for the first time."""
         self._show = show
-        self._rows = [
-            RankedDocument(rank=rank, score=score, index=index, document=ranking.documents[index])
-            for rank, (index, score) in enumerate(ranking.order, start=1)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, at: int) -> RankedDocument: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[RankedDocument]: ...
-    def __getitem__(self, at: int | slice) -> RankedDocument | list[RankedDocument]:
-        return self._rows[at]
 
     @property
     def df(self) -> pd.DataFrame:
@@ -81,8 +70,7 @@ class RerankResult(Sequence[RankedDocument]):
         Raises:
             MissingPackageError: pandas is not installed.
         """
-        frame: pd.DataFrame = make_table(map(vars, self._rows), dtypes_of(RankedDocument))
-        return frame
+        return make_table(map(vars, self), dtypes_of(RankedDocument))
 
     def _ipython_display_(self) -> None:
         # After a NotImplementedError, IPython uses the other representations.
@@ -94,15 +82,12 @@ class RerankResult(Sequence[RankedDocument]):
             raise NotImplementedError from None
 
     def __repr__(self) -> str:
-        rows = [COLUMNS, *(_cells(row, LINE_CHARACTERS) for row in self._shown())]
+        rows = [COLUMNS, *(_cells(row, LINE_CHARACTERS) for row in self[:SHOWN_ROWS])]
         return "\n".join([*align_columns(rows), self._footer()])
 
     def _repr_html_(self) -> str:
-        table = html_table(COLUMNS, (_cells(row, SHOWN_CHARACTERS) for row in self._shown()))
+        table = html_table(COLUMNS, (_cells(row, SHOWN_CHARACTERS) for row in self[:SHOWN_ROWS]))
         return f"{table}<small>{html.escape(self._footer())}</small>"
-
-    def _shown(self) -> islice[RankedDocument]:
-        return islice(self._rows, SHOWN_ROWS)
 
     def _footer(self) -> str:
         more = f"{len(self) - SHOWN_ROWS} more · " if len(self) > SHOWN_ROWS else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import traitlets
 
-from lmx_lab.backend import Backend, FinishedAnswer
+from lmx_lab.backend import Backend, FinishedAnswer, RunningAnswer
 from lmx_lab.errors import HostingError, InvalidRequestError, QueueFullError
 from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
@@ -175,21 +175,18 @@ class LiveAnswer:
     def __init__(self, number: int, max_tokens: int) -> None:
         self._number = number
         self._max_tokens = max_tokens
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
         self._tokens = 0
         self._size = 0
+        self.running: RunningAnswer | None = None
+        """The generation; None before the request was accepted."""
         self.status = "sent"
         """The state of the request, or the progress of the answer."""
-        self.cost: FinishedAnswer | None = None
-        """The cost of the complete answer."""
         self.ending = ""
         """Why the answer was stopped, if it was."""
         self.error = ""
 
-    def add(self, delta: Delta) -> None:
-        self._text.append(delta.text)
-        self._reasoning.append(delta.reasoning)
+    def count(self, delta: Delta) -> None:
+        """Count the next piece of the answer."""
         self._tokens += delta.tokens
         self._size += len(delta.text) + len(delta.reasoning)
         # Answers of other processes do not report the number of tokens.
@@ -208,8 +205,8 @@ class LiveAnswer:
         return asdict(self.message()) | {"status": self.status}
 
     def message(self) -> TranscriptMessage:
-        text = "".join(self._text)
-        cost, stats = self.cost, self.ending
+        running, stats = self.running, self.ending
+        text, cost = ("", None) if running is None else (running.text, running.finished)
         if cost is not None:
             speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tok/s"
             ending = describe_ending(cost, self._max_tokens)
@@ -219,7 +216,7 @@ class LiveAnswer:
             id=self._number,
             role="assistant",
             text=text if is_complete else whole_characters(text),
-            reasoning="".join(self._reasoning),
+            reasoning="" if running is None else running.reasoning,
             stats=stats,
             error=self.error,
         )
@@ -330,7 +327,7 @@ class ChatPanel(Panel):
             self.task.cancel()
 
     async def _generate(self, backend: Backend, request: ChatRequest, answer: LiveAnswer) -> None:
-        running = await backend.generate(request)
+        running = answer.running = await backend.generate(request)
         step: asyncio.Task[Delta | None] | None = None
         try:
             while True:
@@ -341,7 +338,7 @@ class ChatPanel(Panel):
                     self._show_live(answer)
                 if (delta := step.result()) is None:
                     break
-                answer.add(delta)
+                answer.count(delta)
                 if answer.is_too_long:
                     answer.ending = f"cut off after {MAX_CHARACTERS:,} characters, the limit of this panel"
                     return
@@ -352,7 +349,6 @@ class ChatPanel(Panel):
                 await asyncio.wait({step})
             # Deleting the stream is not enough, because futures of other loops refer to it.
             running.close()
-        answer.cost = running.finished
 
     def _show_live(self, answer: LiveAnswer) -> None:
         if answer is self._answer_now:

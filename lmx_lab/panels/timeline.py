@@ -14,7 +14,6 @@ from lmx_lab.instrument.timeline import Timeline
 from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.figures import format_clock
-from lmx_lab.results.tables import html_table
 from lmx_lab.sanitize import clip
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Segment
 from lmx_lab.wire.admin import Sample
@@ -84,7 +83,8 @@ class TimelinePanel(Panel):
             else:
                 caches = f"{each.kv_bytes / 1e6:.1f} MB of KV caches, " if each.kv_bytes else ""
                 end = "running" if each.outcome == "running" else each.code or each.outcome
-                title, text = _name(each), f"{each.output_tokens} tokens, {caches}{end}"
+                title = clip(each.request_id, 20) or "notebook"
+                text = f"{each.output_tokens} tokens, {caches}{end}"
             parts = [
                 [
                     segment.kind,
@@ -127,32 +127,13 @@ class TimelinePanel(Panel):
         return "\n".join([summary, *stages, change.message])
 
     def snapshot_html(self) -> str:
-        rows: list[tuple[object, ...]] = [
-            (
-                format_clock(each.at),
-                _name(each),
-                *(f"{seconds:.3f} s" for seconds in (each.queue_s, each.prefill_s, each.decode_s)),
-                each.output_tokens,
-                each.code or each.outcome,
-            )
-            for each in self._timeline
-        ]
-        rows += (
-            (format_clock(each.at), f"{each.kind} {clip(each.model, 40)}", "", "", "", "", each.outcome)
-            for each in self._timeline.models
-        )
-        names = ("arrival", "request", "queued", "prefill", "decode", "tokens", "end")
-        return html_table(names, rows, caption=f"Timeline: server {self.server['state']}")
+        return f"<div>Timeline: server {self.server['state']}</div>{self._timeline._repr_html_()}"
 
 
 def _lane_id(one: RequestTimeline | ModelTimeline) -> str:
     if isinstance(one, ModelTimeline):
         return f"{one.kind}-{one.at:.6f}"
     return f"{one.request_id[:32]}-{one.index}-{one.at:.6f}"
-
-
-def _name(one: RequestTimeline) -> str:
-    return clip(one.request_id, 20) or "notebook"
 
 
 def _few(segments: list[Segment]) -> list[Segment]:

@@ -13,10 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Dtype = Literal["int64", "Int64", "float32", "float64", "bool", "boolean", "str", "text", "object", "time"]
 """The type of a column, with pandas' names for most of them. None is a missing value, which ``int64`` and ``bool`` do
@@ -69,8 +72,9 @@ def make_table(
     index: Any = None,
     library: Library | None = None,
     needed_by: str = "df",
-) -> Any:
-    """Return rows or columns as a table. Its columns and their types do not depend on the values.
+) -> pd.DataFrame:
+    """Return rows or columns as a data frame, or as a table of another library. Its columns and their types do not
+    depend on the values.
 
     Integers are exact. In pandas, a column with an integer of more than 64 bits has the dtype ``object``.
 
@@ -94,6 +98,7 @@ def make_table(
             columns = {name: [row.get(name) for row in given] for name in dtypes}
         else:
             columns = {name: [row[at] for row in given] for at, name in enumerate(dtypes)}
+    table: pd.DataFrame
     if library == "polars":
         polars = sys.modules["polars"]
         kinds = {
@@ -104,9 +109,10 @@ def make_table(
             "float64": polars.Float64,
             "time": polars.Datetime("us", "UTC"),
         }
-        return polars.DataFrame(
+        table = polars.DataFrame(
             [polars.Series(name, _plain(columns[name], dtype), dtype=kinds[dtype]) for name, dtype in dtypes.items()]
         )
+        return table
     if library == "pyarrow":
         pyarrow = sys.modules["pyarrow"]
         kinds = {
@@ -117,9 +123,10 @@ def make_table(
             "float64": pyarrow.float64(),
             "time": pyarrow.timestamp("us", "UTC"),
         }
-        return pyarrow.table(
+        table = pyarrow.table(
             {name: pyarrow.array(_plain(columns[name], dtype), type=kinds[dtype]) for name, dtype in dtypes.items()}
         )
+        return table
     pandas = import_optional("pandas", needed_by)
     table = pandas.DataFrame({name: _pandas_series(pandas, columns[name], dtype) for name, dtype in dtypes.items()})
     if index is not None:

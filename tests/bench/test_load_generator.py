@@ -6,8 +6,9 @@ from contextlib import aclosing
 
 import pytest
 
+from lmx_lab.bench import runner
 from lmx_lab.bench.case import Case, Poisson, prompt_hash
-from lmx_lab.bench.load_generator import MAX_FAILURES, CaseRun, Run, drive
+from lmx_lab.bench.load_generator import MAX_FAILURES, CaseRun, Run
 from lmx_lab.bench.targets import ChatTarget
 from lmx_lab.errors import InvalidRequestError, UnreachableError
 from tests.support.model_server import (
@@ -35,7 +36,7 @@ def case(**changes):
 
 
 async def run_case(server, *, silence_s=60.0, **changes):
-    return await collect(drive(ChatTarget(server.url), case(**changes), silence_s=silence_s))
+    return await collect(runner.samples(ChatTarget(server.url), case(**changes), silence_s=silence_s))
 
 
 def codes(samples):
@@ -88,7 +89,7 @@ async def test_prompts_have_the_requested_length_as_counted_by_the_target(tokens
 
 
 async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after_some():
-    samples = await collect(drive(ChatTarget(f"http://127.0.0.1:{free_port()}"), case(requests=8, warm_up=1)))
+    samples = await collect(runner.samples(ChatTarget(f"http://127.0.0.1:{free_port()}"), case(requests=8, warm_up=1)))
     assert codes(samples) == ["unreachable"] * 9
     skipped = Counter("not sent" in (sample.error or "") for sample in samples)
     assert skipped == {False: MAX_FAILURES, True: 9 - MAX_FAILURES}
@@ -98,7 +99,7 @@ async def test_an_unreachable_target_has_samples_and_gets_no_more_requests_after
 async def test_only_consecutive_connection_failures_end_a_case():
     with Scripted(WORDS) as server:
         target = Flickering(server.url)
-        samples = await collect(drive(target, case(requests=12)))
+        samples = await collect(runner.samples(target, case(requests=12)))
     assert codes(samples) == ["unreachable", "unreachable", None] * 4
 
 
@@ -224,9 +225,9 @@ async def test_repeats_have_different_arrivals():
             return drawn[-1]
 
     with Scripted(WORDS) as server:
-        for repeat in (0, 0, 1):
-            noted = case(arrival=Noted(per_second=500))
-            await collect(drive(ChatTarget(server.url), noted, repeat=repeat))
+        noted = case(arrival=Noted(per_second=500))
+        for plan in (noted, [noted, noted]):
+            await collect(runner.samples(ChatTarget(server.url), plan))
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -241,7 +242,7 @@ async def test_with_a_warm_cache_and_unknown_hits_prefill_speed_is_unknown():
 async def test_closing_the_generator_cancels_running_requests():
     before = asyncio.all_tasks()
     with Scripted(after_calibration(WORDS, [token("a"), STALL])) as server:
-        samples = drive(ChatTarget(server.url), case(requests=4, concurrency=2))
+        samples = runner.samples(ChatTarget(server.url), case(requests=4, concurrency=2))
         async with aclosing(samples):
             assert (await anext(samples)).error is None
             await server.until(lambda: len(server.bodies) >= 2 + 2)

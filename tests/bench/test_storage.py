@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
-from lmx_lab.bench import Recorder, RequestSample, frame, load, save
+from lmx_lab.bench import Recorder, RequestSample, frame, load
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import InvalidRequestError
 from tests.support.samples import run_of, sample
@@ -42,6 +42,14 @@ SAMPLES = st.lists(
 kept_in_one_folder = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 2
 )
+
+
+def save(samples, provenance=None, folder=None):
+    """Store a run, and return its file."""
+    with Recorder(folder, provenance=provenance) as recorder:
+        for each in samples:
+            recorder.add(each)
+    return recorder.path
 
 
 @kept_in_one_folder

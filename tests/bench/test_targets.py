@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 import pytest
 
+from lmx_lab.bench import runner
 from lmx_lab.bench.case import Case
-from lmx_lab.bench.load_generator import drive
 from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts, as_target
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import (
@@ -96,7 +96,7 @@ async def test_metrics_agree_with_the_engines_reports_within_two_percent(target)
     case = Case(prompt_tokens=64, output_tokens=128, requests=9)
     found = []
     while len(found) < TRIES and not (found and abs(found[-1] - 1) <= 0.02):
-        samples = [sample async for sample in drive(target, case) if not sample.warm_up]
+        samples = [sample async for sample in runner.samples(target, case) if not sample.warm_up]
         assert {sample.error for sample in samples} == {None}
         assert {sample.output_tokens for sample in samples} == {128}
         assert all(abs((sample.prompt_tokens or 0) - 64) <= 2 for sample in samples)
@@ -106,8 +106,8 @@ async def test_metrics_agree_with_the_engines_reports_within_two_percent(target)
 
 async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target):
     sizes = {"prompt_tokens": 128, "output_tokens": 4, "requests": 3}
-    cold = [s async for s in drive(target, Case(**sizes, cache="cold")) if not s.warm_up]
-    warm = [s async for s in drive(target, Case(**sizes, cache="warm")) if not s.warm_up]
+    cold = [s async for s in runner.samples(target, Case(**sizes, cache="cold")) if not s.warm_up]
+    warm = [s async for s in runner.samples(target, Case(**sizes, cache="warm")) if not s.warm_up]
     # In both cases, all prompts have the beginning of the chat template in common.
     assert max(sample.cached_tokens or 0 for sample in cold) < 40
     assert min(sample.cached_tokens or 0 for sample in warm) > 80
@@ -116,7 +116,7 @@ async def test_a_warm_prompt_is_cached_and_a_cold_one_is_not(target):
 async def test_more_users_than_slots_wait_or_are_refused_and_all_have_samples(target):
     users = 2 * (SLOTS + QUEUE)
     case = Case(prompt_tokens=64, output_tokens=32, concurrency=users, requests=users)
-    samples = [sample async for sample in drive(target, case) if not sample.warm_up]
+    samples = [sample async for sample in runner.samples(target, case) if not sample.warm_up]
     assert sorted(sample.request for sample in samples) == list(range(users))
     refused = [sample for sample in samples if sample.error]
     assert all((sample.error or "").startswith("queue-full: ") for sample in refused)
@@ -138,7 +138,9 @@ async def test_without_a_model_a_target_raises(tiny_home):
     async with ModelManager(Settings(home=tiny_home)) as manager:
         with pytest.raises(NotLoadedError):
             await EngineTarget(manager).describe()
-        samples = await collect(drive(EngineTarget(manager), Case(prompt_tokens=8, output_tokens=4, requests=1)))
+        samples = await collect(
+            runner.samples(EngineTarget(manager), Case(prompt_tokens=8, output_tokens=4, requests=1))
+        )
     assert {(sample.error or "").partition(":")[0] for sample in samples} == {"no-model-loaded"}
     with serving(tiny_home, None) as empty, pytest.raises(NotLoadedError):
         await ChatTarget(empty.url).describe()

@@ -123,7 +123,7 @@ def test_log_probabilities_are_a_table():
 
     chosen = token("<b>", -0.5, token("<b>", -0.5), token(" c", -1.5))
     table = Reply.of_answer(finished(Delta(text="<b>", tokens=1, logprobs=(chosen,)), report())).logprobs
-    assert (len(table), table[0], table[:1]) == (1, chosen, (chosen,))
+    assert (len(table), table[0], table[:1]) == (1, chosen, [chosen])
     assert repr(table).splitlines()[1].split() == ["'<b>'", "-0.500", "60.7%", "'", "c'", "22.3%"]
     assert "<b>" not in table._repr_html_()
     assert table.df.to_dict("records")[0]["alternatives"] == {"<b>": -0.5, " c": -1.5}
