@@ -6,6 +6,7 @@ The lab's methods and the panels use nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -329,8 +330,12 @@ class Backend(Protocol):
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         """Load a model; returns when it can answer. Cancelling this stops waiting, not the load."""
 
-    async def cancel_load(self, model: str) -> None:
-        """Cancel the load of a model, by its id or the name that a caller used. The previous model is loaded again."""
+    async def cancel_load(self, model: str, *, shared: bool = True) -> None:
+        """Cancel the load of a model, by its id or the name that a caller used. The previous model is loaded again.
+
+        Args:
+            shared: See ``CancelLoadRequest``.
+        """
 
     async def unload(
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None
@@ -447,6 +452,22 @@ class Backend(Protocol):
             start: Position of the first token that is returned.
             steer: Vectors that are added to the residual stream.
         """
+
+
+async def load_or_cancel(backend: Backend, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
+    """Load a model. Cancelling this cancels the load and waits until the previous model is loaded again; but if other
+    callers wait for the same load, it continues.
+    """
+    loading = asyncio.ensure_future(backend.load(spec, progress=progress))
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        # This fails also if the load has just ended, or if the server was stopped.
+        (failure,) = await asyncio.gather(backend.cancel_load(spec.model, shared=False), return_exceptions=True)
+        if failure is not None:
+            loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        raise
 
 
 @runtime_checkable

@@ -606,16 +606,20 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             return await load()
         return await run_with_progress(load, events=self.events(["models"]), progress=progress)
 
-    async def cancel_load(self, model: str) -> None:
+    async def cancel_load(self, model: str, *, shared: bool = True) -> None:
         """Cancel the load of a model, and return without waiting for its end. The previous model is loaded again.
 
         Args:
             model: The model's id, or the name with which the load was requested.
+            shared: Whether to cancel the load even if several callers wait for it.
 
         Raises:
             InvalidRequestError: the model is not being loaded. Nothing is unloaded.
+            ModelBusyError: several callers wait for the load, which continues.
         """
-        content = encode_body(validated(CancelLoadRequest, {"model": model}))
+        # A server of an older version does not know the field.
+        body = {"model": model} if shared else {"model": model, "shared": False}
+        content = encode_body(validated(CancelLoadRequest, body))
         await self._connection.fetch("POST", "/admin/models/cancel", CancelLoadAnswer, content=content)
 
     async def unload(

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from lmx_lab.engine.engines import engine_for
 from lmx_lab.errors import LabError, NotLoadedError
-from lmx_lab.values.engine import ModelChange
+from lmx_lab.values.engine import ModelChange, UnloadCause
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent, Unloading, with_reason
 
 if TYPE_CHECKING:
     from lmx_lab.engine.model import LoadedModel
 
 T = TypeVar("T")
-Result = TypeVar("Result", LoadReport, int)
+Result = TypeVar("Result")
 IfBusy = Literal["refuse", "wait", "replace"]
 """The behaviour of a load if another load or an unload is in progress: fail, wait for it, or cancel the other load."""
 LOAD_BASE_S = 60.0
@@ -157,6 +157,10 @@ class Change(Generic[Result]):
     since: float = field(default_factory=time.perf_counter)
     drain: Drain | None = None
     """The model that leaves memory now."""
+    cause: UnloadCause | None = None
+    """Why a model is unloaded; None for a load."""
+    callers: int = field(default=0, init=False)
+    """Number of callers that wait for the result."""
     restores: bool = True
     """Whether models that have left memory are loaded again if this load fails or is cancelled."""
     _error: LabError | None = field(default=None, init=False)
@@ -198,15 +202,6 @@ class Change(Generic[Result]):
         if self.drain is not None:
             self.drain.set_wait(wait)
 
-    def check(self) -> None:
-        """Check that the work was not cancelled.
-
-        Raises:
-            LabError: it was cancelled.
-        """
-        if self._error is not None:
-            raise self._error
-
     async def run(self, work: Awaitable[T]) -> T:
         """Run a part that may take long, and return its result. ``cancel`` cancels this part and waits for its end.
 
@@ -224,9 +219,8 @@ class Change(Generic[Result]):
         self._part = part = asyncio.ensure_future(work)
         try:
             return await part
-        except asyncio.CancelledError:
-            self.check()
-            raise
+        except asyncio.CancelledError as exc:
+            raise self._error or exc from None
         finally:
             self._part = None
 
@@ -240,6 +234,18 @@ class Change(Generic[Result]):
         self.restores = self.restores and restores
         if self._part is not None:
             self._part.cancel()
+
+    async def result(self) -> Result:
+        """Wait for the end, and return the result. Cancelling a caller does not cancel the work.
+
+        Raises:
+            LabError: the work has failed or was cancelled.
+        """
+        self.callers += 1
+        try:
+            return await asyncio.shield(self.done)
+        finally:
+            self.callers -= 1
 
     def finish(self, outcome: Result | BaseException) -> None:
         """Pass the result or the error to the callers. Only the first call has an effect."""

@@ -21,7 +21,7 @@ from lmx_lab.errors import (
     OutOfMemoryError,
     did_you_mean,
 )
-from lmx_lab.values.engine import EngineSnapshot, ModelState, UnloadCause
+from lmx_lab.values.engine import EngineSnapshot, UnloadCause
 from lmx_lab.values.models import KINDS_IN_WORDS, Kind, ModelEntry, Unloading
 
 if TYPE_CHECKING:
@@ -93,6 +93,23 @@ class InMemory:
         entries = [model.entry for model in models]
         entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
         return next((model for model in models if model.entry is entry), None)
+
+    @property
+    def present_main(self) -> Model | None:
+        """The main model, unless its engine has lost it."""
+        return self.main if self.main is not None and self.main.lost is None else None
+
+    def find(self, name: str, *, local: bool) -> Model:
+        """Return the model that has this name.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        if (found := self.named(name, ANY_KIND, local=local)) is not None:
+            return found
+        models = [model for model in self.models if not model.pinned] or self.models
+        ids, verb = ", ".join(model.entry.id for model in models) or "no model", "are" if len(models) > 1 else "is"
+        raise InvalidRequestError(f"{name[:200]} is not loaded, {ids} {verb}", param="model")
 
     def with_newest(self, model: Model, *, as_main: bool, replaced: Model | None = None) -> InMemory:
         """Return the models after one was loaded, or was in memory and is loaded again.
@@ -180,37 +197,6 @@ def is_idle_path(name: str, now: EngineSnapshot) -> bool:
     path, even from another machine.
     """
     return name == now.idle_model and Path(name).is_absolute()
-
-
-def check_unload(name: str | None, now: EngineSnapshot, *, local: bool) -> None:
-    """Check that the model of this name, or the main model if it is None, can be unloaded.
-
-    Raises:
-        InvalidRequestError: the model is pinned, or not in memory.
-    """
-    state = check_loaded(name, now, local=local) if name is not None else now.main
-    if state is not None and state.pinned and (state is not now.main or state.entry.kind == "chat"):
-        model = state.entry.id
-        raise InvalidRequestError(
-            f"{model} is pinned: it stays in memory until the server stops, or until it is released with "
-            f"lab.keep({model!r}, pin=False), lmx-lab keep {model} --no-pin or POST /admin/models/keep",
-            param="model",
-        )
-
-
-def check_loaded(name: str, now: EngineSnapshot, *, local: bool) -> ModelState:
-    """Return the model in memory that has this name.
-
-    Raises:
-        InvalidRequestError: there is none.
-    """
-    model = loaded_id(name, entries_in_memory(now), local=local)
-    for state in now.models:
-        if state.entry.id == model:
-            return state
-    loaded = [state.entry.id for state in now.models if not state.pinned] or [state.entry.id for state in now.models]
-    verb = "are" if len(loaded) > 1 else "is"
-    raise InvalidRequestError(f"{name[:200]} is not loaded, {', '.join(loaded) or 'no model'} {verb}", param="model")
 
 
 # Refusals

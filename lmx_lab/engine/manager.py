@@ -240,8 +240,7 @@ class ModelManager:
     @property
     def main(self) -> Model | None:
         """The main model, which was loaded last and answers requests that name no model."""
-        main = self._residents.now.main
-        return main if main is not None and main.lost is None else None
+        return self._residents.now.present_main
 
     @property
     def snapshot(self) -> EngineSnapshot:
@@ -339,15 +338,19 @@ class ModelManager:
         """Return what a load would use in memory, and whether there is room for it; see ``plan_load``."""
         return await plan_load(spec, finder=self._finder, engines=self.engines, now=self.snapshot, local=local)
 
-    async def cancel_load(self, model: str) -> None:
+    async def cancel_load(self, model: str, *, shared: bool = True) -> None:
         """Cancel the loads of the model with this id or requested name. Downloads continue in the background.
 
         The callers of the loads get the error after the previous model is loaded again.
 
+        Args:
+            shared: Whether to cancel them even if several callers wait for them.
+
         Raises:
             InvalidRequestError: the model is not being loaded.
+            ModelBusyError: several callers wait for the loads, which continue.
         """
-        await self._run(lambda: self._residents.cancel_load(model))
+        await self._run(lambda: self._residents.cancel_load(model, shared=shared))
 
     async def unload(self, model: str | None = None, *, local: bool = True, wait: bool | None = None) -> int:
         """Unload a model after its running requests have ended; return the bytes that this released.
@@ -559,7 +562,7 @@ class ModelManager:
             # In swap mode, another model may be loaded in place of this one before the request is admitted. If only one
             # model is in memory, requests for it take turns with those for others.
             stays = not settings.swap or (model is not None and model.pinned)
-            takes_turn = not stays and settings.resident == 1 and (self._residents.is_changing or self._residents.swaps)
+            takes_turn = not stays and settings.resident == 1 and (self._residents.change or self._residents.swaps)
             try:
                 if model is not None and not takes_turn:
                     try:

@@ -17,19 +17,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from lmx_lab.engine.admission import LOAD_FIRST
 from lmx_lab.engine.engines import Engines, choose_engine, share_memory
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.loads import Change, Drain, IfBusy, load_progress, load_report, same_options, within_limit
 from lmx_lab.engine.lookup import (
-    ANY_KIND,
     NONE_LOADED,
     InMemory,
     Model,
-    check_loaded,
-    check_unload,
     is_beside,
     loaded_id,
 )
@@ -85,7 +81,7 @@ class Residents:
         self._report = report
         self.now = InMemory()
         self.change: Change[Any] | None = None
-        """The load or unload that is in progress."""
+        """The load or unload that is in progress. Loads of pinned encoders need not wait for it."""
         self.idle_specs: dict[str, LoadSpec] = {}
         """How to load the models again that were unloaded because they were idle, by id."""
         self._closed = False
@@ -94,14 +90,12 @@ class Residents:
         self._lost_main: Model | None = None
         """The one of them that was the main model, until another one is loaded."""
         self._changing = asyncio.Lock()
-        """Held by the change that is in progress."""
+        """Held by ``change``."""
         # Models are read into memory one at a time, so that the memory of the others is known, and none is there twice.
         self._entering = asyncio.Lock()
-        self._loads: list[Change[LoadReport]] = []
-        """The loads that are in progress or wait for another change."""
-        self._unloading: Change[int] | None = None
-        """The unload that a caller has requested last."""
-        self._lending: asyncio.Task[str | None] | None = None
+        self._changes: list[Change[Any]] = []
+        """The loads and unloads that are in progress or wait for another one, in the order of their requests."""
+        self._lent: Change[str | None] | None = None
         """Unloads all models, and loads them again when they are taken back; see ``make_room``."""
         self._taken_back = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -114,7 +108,7 @@ class Residents:
             settings,
             loaded=lambda: self.ids,
             is_busy=self._is_full_and_busy,
-            is_changing=self._changing.locked,
+            is_changing=lambda: self.change is not None,
         )
 
     @property
@@ -160,11 +154,6 @@ class Residents:
         idle = [self.now.idle_model] if self.now.idle_model is not None else []
         return frozenset([*idle, *(model.entry.id for model in self.now.models)])
 
-    @property
-    def is_changing(self) -> bool:
-        """Whether a load or an unload is in progress, except those of pinned encoders."""
-        return self._changing.locked()
-
     def _is_full_and_busy(self) -> bool:
         """Return whether another model can be loaded only after running requests have ended."""
         removable = [model for model in self.now.models if not model.pinned]
@@ -201,10 +190,8 @@ class Residents:
             self._counts.end(model)
 
     def cancel_loads(self, error: LabError | None = None) -> None:
-        """Cancel all loads, and the end of ``make_room``. The callers of loads get the error immediately."""
-        if self._lending is not None:
-            self._lending.cancel()
-        for change in list(self._loads):
+        """Cancel all loads, and the end of ``make_room``. Their callers get the error immediately."""
+        for change in [each for each in self._changes if each.kind == "load"]:
             failure = error or NotLoadedError(f"the load of {change.name} was cancelled: the server stops")
             change.cancel(failure, restores=False)
             self._fail(change, failure)
@@ -244,66 +231,69 @@ class Residents:
         if self._closed:
             # A request in swap mode may have got its turn because other loads have ended.
             raise EngineDeadError("the engine was stopped")
-        change = next((it for it in self._loads if it.spec == spec and it.files == files), None)
+        change = next((it for it in self._loads() if it.spec == spec and it.files == files), None)
         if change is None:
             change = Change(
-                kind="load",
-                name=spec.model,
-                spec=spec,
-                files=files,
-                wait=spec.wait,
-                finish_queued=finish_queued,
+                kind="load", name=spec.model, spec=spec, files=files, wait=spec.wait, finish_queued=finish_queued
             )
-            self._loads.append(change)
-            work = self._run_load(change, self._load(change, spec, local=local, if_busy=if_busy))
-            self._start_task(work, f"lmx-lab load {spec.model:.80}")
-        # Cancelling a caller does not cancel the load.
-        return await asyncio.shield(change.done)
+            self._start(change, self._load(change, spec, local=local, if_busy=if_busy))
+        return await change.result()
 
-    async def _run_load(self, change: Change[LoadReport], work: Coroutine[Any, Any, LoadReport]) -> None:
-        try:
-            report = await work
-        except LabError as exc:
-            self._fail(change, exc)
-        except asyncio.CancelledError:
-            self._fail(change, _cancelled(change))
-            raise
-        except Exception as exc:
-            log.exception("%s could not be loaded", change.name)
-            self._fail(change, UnusableModelError(f"{change.name} could not be loaded: {exc!r}"))
-        else:
-            self._report(ModelEvent(model=report.model, stage="loaded"))
-            change.finish(report)
-        finally:
-            self._loads.remove(change)
+    def _loads(self, model: str | None = None) -> list[Change[LoadReport]]:
+        """Return the loads of the model with this id or requested name; by default all."""
+        return [it for it in self._changes if it.spec is not None and (model is None or model in it.names)]
 
-    def _fail(self, change: Change[LoadReport], error: LabError) -> None:
-        if not change.done.done():
+    def _start(self, change: Change[T], work: Coroutine[Any, Any, T]) -> None:
+        """Start the task that performs a change. Cancelling the callers of the change does not cancel it."""
+
+        async def perform() -> None:
+            try:
+                result = await work
+            except LabError as exc:
+                self._fail(change, exc)
+            except asyncio.CancelledError:
+                self._fail(change, _cancelled(change))
+                raise
+            except Exception as exc:
+                log.exception("%s could not be %sed", change.name, change.kind)
+                self._fail(change, UnusableModelError(f"{change.name} could not be {change.kind}ed: {exc!r}"))
+            else:
+                if isinstance(result, LoadReport):
+                    self._report(ModelEvent(model=result.model, stage="loaded"))
+                change.finish(result)
+            finally:
+                self._changes.remove(change)
+
+        self._changes.append(change)
+        self._start_task(perform(), f"lmx-lab {change.kind} {change.name:.80}")
+
+    def _fail(self, change: Change[T], error: LabError) -> None:
+        if change.spec is not None and not change.done.done():
             self._report(ModelEvent(model=change.name, stage="failed", message=error.message))
         change.finish(error)
 
     async def _load(self, change: Change[LoadReport], spec: LoadSpec, *, local: bool, if_busy: IfBusy) -> LoadReport:
         entry, engine = await change.run(self._find(spec, change.files, local=local))
         change.entry = entry
-        if change.beside or not self.is_changing:
+        if change.beside or self.change is None:
             model = await self._find_loaded(entry, spec)
-            if model is not None and (change.beside or not (self.is_changing or self._replaces_main(model))):
-                return self._use_again(model, entry, change)
+            if model is not None and (change.beside or not (self.change or self._replaces_main(model))):
+                return self._use_again(model, entry, change, spec)
         # Only an earlier load is joined, so that two of them never wait for each other.
-        earlier = self._loads[: self._loads.index(change)]
+        earlier = self._changes[: self._changes.index(change)]
         if (other := next((it for it in earlier if change.may_join(it)), None)) is not None:
             other.set_wait(spec.wait)
-            report = await change.run(asyncio.shield(other.done))
+            report: LoadReport = await change.run(asyncio.shield(other.done))
             if (model := await self._find_loaded(entry, spec)) is not None:
-                self._use_again(model, entry, change)
+                self._use_again(model, entry, change, spec)
             return report
         if if_busy == "replace":
-            for it in self._loads:
+            for it in self._loads():
                 if it.entry is not None and not it.beside and it.entry.path != entry.path:
                     error = NotLoadedError(f"the load of {it.entry.id} was cancelled: {entry.id} is loaded instead")
                     it.cancel(error, restores=False)
         if change.beside:
-            if self._lending is not None:
+            if self._lent is not None:
                 self.check_free()
             await self._begin(change, entry)
             return await change.run(self._load_beside(entry, spec, engine))
@@ -344,10 +334,9 @@ class Residents:
                 return model if model in self.now.models else None
         return None
 
-    def _use_again(self, model: Model, entry: ModelEntry, change: Change[LoadReport]) -> LoadReport:
+    def _use_again(self, model: Model, entry: ModelEntry, change: Change[LoadReport], spec: LoadSpec) -> LoadReport:
         """Return the report of a load of a model that is in memory."""
-        if change.spec is not None:
-            self._keep(model, pin=change.spec.pin, ttl_s=change.spec.ttl_s)
+        self._keep(model, pin=spec.pin, ttl_s=spec.ttl_s)
         if change.beside:
             model.admission.touch()
             self.set_idle_timer()
@@ -371,10 +360,9 @@ class Residents:
         self, change: Change[LoadReport], entry: ModelEntry, spec: LoadSpec, engine: Engine
     ) -> LoadReport:
         """Load a model, after others have left memory for it; if that fails, load those again."""
-        change.check()
-        present = await self._find_loaded(entry, spec)
+        present = await change.run(self._find_loaded(entry, spec))
         if present is not None and not self._replaces_main(present):
-            return self._use_again(present, entry, change)
+            return self._use_again(present, entry, change, spec)
         # A model that cannot be loaded is refused while the others still answer.
         started, main = time.perf_counter(), self.now.main
         leaving = await change.run(self._choose_leaving(entry, spec, engine, present))
@@ -539,27 +527,22 @@ class Residents:
             await self._drop(same, NotLoadedError(f"{entry.id} was loaded again with other options"))
         return report
 
-    async def cancel_load(self, model: str) -> None:
-        loads = self._loads_of(model)
+    async def cancel_load(self, model: str, *, shared: bool) -> None:
+        loads = self._loads(model)
         if not loads:
             raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
+        callers = sum(change.callers for change in loads)
+        if callers > 1 and not shared:
+            raise ModelBusyError(f"{callers} callers wait for the load of {model}, so it was not cancelled")
         for change in loads:
             change.cancel(_cancelled(change))
-
-    def _loads_of(self, model: str) -> list[Change[LoadReport]]:
-        """Return the loads of the model with this id or requested name."""
-        return [change for change in self._loads if model in change.names]
 
     # Models that stay
 
     async def keep(self, model: str, *, pin: bool | None, ttl_s: TimeToLive | None, local: bool) -> ModelState:
         name = self._settings.ids_by_alias.get(model, model)
-        named = self.now.named(name, ANY_KIND, local=local)
-        if named is None and pin is False:
-            named = self._forget_missing(name, local=local)
-        if named is None:
-            check_loaded(name, self.snapshot, local=local)
-            raise NotLoadedError(f"{name[:200]} has just been unloaded; {LOAD_FIRST}")
+        missing = self._forget_missing(name, local=local) if pin is False else None
+        named = missing or self.now.find(name, local=local)
         self._keep(named, pin=pin, ttl_s=ttl_s)
         self.set_idle_timer()
         return named.state()
@@ -572,7 +555,7 @@ class Residents:
         """
         drain = self.change.drain if self.change is not None else None
         if pin and drain is not None and drain.model is model:
-            if self.change is self._unloading and model.entry.kind == "chat":
+            if self.change is not None and self.change.cause == "requested" and model.entry.kind == "chat":
                 self.check_free()
             drain.keep()
         model.keep(pin=pin, ttl_s=ttl_s)
@@ -611,25 +594,33 @@ class Residents:
         if (joined := self._unload_to_join(model, wait, local=local)) is not None:
             joined.set_wait(wait)
             return await asyncio.shield(joined.done)
-        loads = [it for it in self._loads if it.entry is not None and not it.beside]
-        if loads := self._loads_of(model) if model is not None else loads:
+        loads = [it for it in self._loads(model) if model is not None or (it.entry is not None and not it.beside)]
+        if loads:
             for load in loads:
                 load.cancel(_cancelled(load))
             await asyncio.wait([load.done for load in loads])
             return 0
         if model is not None and self._forget_missing(model, local=local) is not None:
             return 0
-        now = self.snapshot
-        check_unload(model, now, local=local)
-        self.check_free()
-        named = self.now.named(model, ANY_KIND, local=local) if model is not None else None
-        entry = named.entry if named is not None else now.entry if model is None else None
-        change: Change[int] = Change(kind="unload", name=model or "", entry=entry, wait=wait)
-        # Set before the unload begins, so that further requests to unload join it.
-        self._unloading = change
-        self._start_task(self._unload(change, named), "lmx-lab unload")
-        # Cancelling a caller does not cancel the unload.
-        return await asyncio.shield(change.done)
+        named = self.now.find(model, local=local) if model is not None else self.now.present_main
+        if named is not None:
+            if named.pinned and not (named is self.now.main and is_beside(named)):
+                name = named.entry.id
+                raise InvalidRequestError(
+                    f"{name} is pinned: it stays in memory until the server stops, or until it is released with "
+                    f"lab.keep({name!r}, pin=False), lmx-lab keep {name} --no-pin or POST /admin/models/keep",
+                    param="model",
+                )
+            self.check_free()
+        return await self._start_unload(named, "requested", wait=wait).result()
+
+    def _start_unload(self, model: Model | None, cause: UnloadCause, *, wait: bool | None = None) -> Change[int]:
+        entry = model.entry if model is not None else None
+        change: Change[int] = Change(
+            kind="unload", name=entry.id if entry is not None else "", entry=entry, wait=wait, cause=cause
+        )
+        self._start(change, self._unload(change, model))
+        return change
 
     def _unload_to_join(self, model: str | None, wait: bool | None, *, local: bool) -> Change[int] | Drain | None:
         """Return the unload in progress that a request to unload joins; None if there is none.
@@ -638,11 +629,11 @@ class Residents:
             model, wait: The arguments of the request. With ``wait``, a name means the model in memory, even if the same
                 model is being loaded with other options.
         """
-        requested = self._unloading if self._unloading is not None and not self._unloading.done.done() else None
+        requested = next((it for it in self._changes if it.cause == "requested"), None)
         if model is None:
             is_of_main = requested is not None and requested.entry in (None, self.now.main and self.now.main.entry)
             return requested if is_of_main else None
-        if wait is None and self._loads_of(model):
+        if wait is None and self._loads(model):
             return None
         drain = self.change.drain if self.change is not None else None
         joined: Change[int] | Drain | None = drain
@@ -651,26 +642,30 @@ class Residents:
             joined, entry = requested, requested.entry
         return joined if entry is not None and loaded_id(model, [entry], local=local) == entry.id else None
 
-    async def _unload(self, change: Change[int], named: Model | None) -> None:
-        """Unload a model that a caller has named, or the main one."""
-        try:
-            async with self._in_progress(change):
-                freed = 0
-                model = self.now.main if named is None else named if named in self.now.models else None
-                if model is not None:
-                    change.entry = model.entry
-                    why = "the model was unloaded"
-                    freed = await self._unload_after_drain(model, why, change, cause="requested") or 0
-                elif named is None:
-                    # Nothing is loaded: the idle model is no longer loaded again for a request.
+    async def _unload(self, change: Change[int], model: Model | None) -> int:
+        """Unload a model. If this was not requested, it stays if it has requests or one arrives in the meantime."""
+        message, name, why = None, change.name, "the model was unloaded"
+        async with self._in_progress(change):
+            if model is None or model not in self.now.models:
+                if change.cause == "requested":
+                    # The model that was unloaded because it was idle is no longer loaded again for a request.
                     unloaded = self.now.unloaded
                     self.now = replace(self.now, unloaded=unloaded and (unloaded[0], "requested"), failure=None)
-            if model is not None:
-                self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
-            change.finish(freed)
-        except BaseException as exc:
-            change.finish(exc)
-            raise
+                return 0
+            if change.cause != "requested":
+                idle_s = model.ttl_s if change.cause == "idle" else 0.0
+                if idle_s is None or (model.pinned and not is_beside(model)) or self.swaps.has_turn:
+                    return 0
+                reason = "it was idle" if change.cause == "idle" else "memory was short"
+                model.admission.close(NotLoadedError(f"{name} was unloaded because {reason}; load it again"))
+                if model.admission.active or model.admission.used_at + idle_s > time.perf_counter():
+                    model.admission.reopen()
+                    return 0
+                message = f"idle for {idle_s:g} s" if change.cause == "idle" else "memory is short"
+                log.info("%s is unloaded: %s", name, message)
+            freed = await self._unload_after_drain(model, why, change)
+        self._report(ModelEvent(model=name, stage="unloaded", message=message))
+        return freed or 0
 
     async def _unload_after_drain(
         self,
@@ -678,7 +673,6 @@ class Residents:
         why: str,
         change: Change[Any],
         *,
-        cause: UnloadCause | None = None,
         limit_s: float | None = None,
     ) -> int | None:
         """Unload a model after its requests have ended; return the bytes that this released. None if it stays as it is,
@@ -722,10 +716,12 @@ class Residents:
             if stays := change.kind == "unload" and is_beside(model):
                 model.admission.reopen()
             now = replace(self.now.without(model, stays=stays), failure=None)
-            if cause == "idle":
+            if change.cause == "idle":
                 self.idle_specs[model.entry.id] = model.spec_now
-            # The cause is known before the memory is released. It explains why there is no main model.
-            self.now = replace(now, unloaded=(model.entry.id, cause)) if cause and now.main is None else now
+            if change.cause is not None and now.main is None:
+                # The cause is known before the memory is released. It explains why there is no main model.
+                now = replace(now, unloaded=(model.entry.id, change.cause))
+            self.now = now
             error = NotLoadedError("the model was unloaded before this request ended")
             freed = 0 if stays else await self._drop(model, error)
         except BaseException as exc:
@@ -752,17 +748,17 @@ class Residents:
             self.update()
 
     def check_free(self) -> None:
-        """Check that no load or unload is in progress, except those of pinned encoders.
+        """Check that no load or unload is in progress, except the loads of pinned encoders. The unload of a model that
+        was idle, or for which memory was short, does not count either: it is short, so a caller waits for it.
 
         Raises:
             ModelBusyError: one is in progress.
         """
-        if not self.is_changing:
-            return
         change, remedy = self.change, "try again when that is done"
-        loads = change is not None and change.kind == "load"
-        doing = f"{change.model} is being loaded" if change is not None and loads else "the model is being unloaded"
-        if change is not None and change.drain is not None and change.stage == "draining":
+        if change is None or change.cause in ("idle", "memory"):
+            return
+        doing = f"{change.model} is being loaded" if change.kind == "load" else "the model is being unloaded"
+        if change.drain is not None and change.stage == "draining":
             name = change.drain.model.entry.id
             doing = f"{doing} ({name}: {change.drain.state})"
             remedy += f", or stop its answers now: lmx-lab unload {name} --now, lab.unload({name!r}, wait=False)"
@@ -781,39 +777,39 @@ class Residents:
             self.change.set_wait(False)
         self._taken_back.clear()
         unloaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        lending = self._lending = self._start_task(self._lend(model, limit_s, unloaded), "lmx-lab make room")
+        change = self._lent = Change[str | None](kind="load", name=model)
+        self._start(change, self._lend(change, limit_s, unloaded))
         # Cancelling a caller does not cancel the unload; ``take_back`` waits for its end.
-        parts: list[asyncio.Future[Any]] = [unloaded, lending]
+        parts: list[asyncio.Future[Any]] = [unloaded, change.done]
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-        if lending.done():
-            await _end_of(lending)
+        if change.done.done():
+            change.done.result()
 
     async def take_back(self) -> str | None:
         self._taken_back.set()
-        lending, self._lending = self._lending, None
-        return await _end_of(lending) if lending is not None else None
+        change, self._lent = self._lent, None
+        return await change.result() if change is not None else None
 
-    async def _lend(self, name: str, limit_s: float, unloaded: asyncio.Future[None]) -> str | None:
+    async def _lend(self, change: Change[str | None], limit_s: float, unloaded: asyncio.Future[None]) -> str | None:
         """Unload all models, and load them again when ``_taken_back`` is set. Return the main model.
 
         Args:
-            name: The model that is loaded in their place.
+            change: Its name is the model that is loaded in their place.
             unloaded: Gets its result when they are unloaded.
         """
-        change: Change[LoadReport] = Change(kind="load", name=name)
         async with self._in_progress(change):
-            main, models, why = self.now.main, list(self.now.loaded), f"the server was restarted for {name}"
+            main, models, why = self.now.main, list(self.now.loaded), f"the server was restarted for {change.name}"
             for model in sorted(models, key=lambda model: model is not main):
                 await self._unload_after_drain(model, why, change, limit_s=limit_s)
             change.stage = "loading"
             unloaded.set_result(None)
-            await self._taken_back.wait()
+            await change.run(self._taken_back.wait())
             self._missing += [model for model in models if model is not main and model not in self._missing]
-            await self._load_missing()
+            await change.run(self._load_missing())
             self._missing = [model for model in self._missing if model.pinned]
             if main is not None:
                 change.name = main.entry.id
-                await self._reload(main, as_main=True)
+                await change.run(self._reload(main, as_main=True))
             return main.entry.id if main is not None else None
 
     # Reports of models
@@ -840,7 +836,7 @@ class Residents:
             self._lost_main = self._lost_main or (model if was_main else None)
         if model.pinned or not was_main or now.main is not None:
             since_s = time.perf_counter() - self._reloaded_at.get(name, -RELOAD_S)
-            reloads = model.pinned and self._lending is None and since_s > RELOAD_S
+            reloads = model.pinned and self._lent is None and since_s > RELOAD_S
             which = "this pinned model" if model.pinned else "this model"
             message = f"the engine lost {which}; {'it is loaded again' if reloads else 'load it again'}"
             self._report(ModelEvent(model=name, stage="unloaded", message=message))
@@ -859,7 +855,7 @@ class Residents:
             self._idle_timer.cancel()
             self._idle_timer = None
         # The end of the last request of a model, of the change, or of the turn calls this method again.
-        if self.is_changing or self.swaps.has_turn:
+        if self.change is not None or self.swaps.has_turn:
             return
         now, main = self.now, self.now.main
         ends = [
@@ -876,7 +872,7 @@ class Residents:
         if left_s > 0:
             self._idle_timer = asyncio.get_running_loop().call_later(left_s, self.set_idle_timer)
         else:
-            self._start_task(self._unload_unused(model, "idle"), "lmx-lab idle unload")
+            self._start_unload(model, "idle")
 
     def evict(self, missing_bytes: int) -> None:
         """Unload the model that was used least recently, if it has no requests and is not the main one; see
@@ -887,42 +883,11 @@ class Residents:
             for model in self.now.models
             if not model.pinned and model is not self.now.main and not model.admission.active
         ]
-        if unused and not self.is_changing:
+        if unused and self.change is None:
             model = min(unused, key=lambda model: model.admission.used_at)
             log.warning("%.2f GB of memory have to be freed", missing_bytes / 1e9)
-            self._start_task(self._unload_unused(model, "memory"), "lmx-lab evict")
-
-    async def _unload_unused(self, model: Model, cause: Literal["idle", "memory"]) -> None:
-        """Unload a model that has no requests, unless one arrives in the meantime."""
-        change: Change[int] = Change(kind="unload", name=model.entry.id, entry=model.entry)
-        async with self._in_progress(change):
-            idle_s = model.ttl_s if cause == "idle" else 0.0
-            stays = model.pinned and not is_beside(model)
-            if idle_s is None or stays or self.swaps.has_turn or model not in self.now.models:
-                return
-            why = "it was idle" if cause == "idle" else "memory was short"
-            model.admission.close(NotLoadedError(f"{change.name} was unloaded because {why}; load it again"))
-            if model.admission.active or model.admission.used_at + idle_s > time.perf_counter():
-                # A request has arrived in the meantime.
-                model.admission.reopen()
-                return
-            message = f"idle for {idle_s:g} s" if cause == "idle" else "memory is short"
-            log.info("%s is unloaded: %s", change.name, message)
-            await self._unload_after_drain(model, "the model was unloaded", change, cause=cause)
-        self._report(ModelEvent(model=change.name, stage="unloaded", message=message))
+            self._start_unload(model, "memory")
 
 
-async def _end_of(lending: asyncio.Task[T]) -> T:
-    """Wait for the end of a task that continues when the caller is cancelled, and return its result.
-
-    Raises:
-        NotLoadedError: the task was cancelled.
-    """
-    await asyncio.wait([lending])
-    if lending.cancelled():
-        raise NotLoadedError("the models were not loaded again, because the server stops")
-    return lending.result()
-
-
-def _cancelled(change: Change[LoadReport]) -> NotLoadedError:
+def _cancelled(change: Change[Any]) -> NotLoadedError:
     return NotLoadedError(f"the load of {change.name} was cancelled")

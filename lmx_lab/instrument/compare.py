@@ -8,7 +8,6 @@ computes only the missing answers and scores.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import html
 import itertools
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lmx_lab.arguments import Prompt, chat_request, model_name
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, load_or_cancel
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
 from lmx_lab.instrument.branches import WORD, marked_changes, word_changes
@@ -191,14 +190,7 @@ class ComparisonRun:
         if (spec := setting.spec) is not None:
 
             async def load(backend: Backend) -> None:
-                loading = asyncio.ensure_future(backend.load(spec))
-                try:
-                    await asyncio.shield(loading)
-                except asyncio.CancelledError:
-                    # Cancelling the wait does not end the load. Cancelling the load fails if it has just ended.
-                    await asyncio.gather(backend.cancel_load(spec.model), return_exceptions=True)
-                    await asyncio.gather(loading, return_exceptions=True)
-                    raise
+                await load_or_cancel(backend, spec)
 
             yield f"load {setting.model}", load
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 
 from lmx_lab.arguments import model_name
-from lmx_lab.backend import Backend, Progress
+from lmx_lab.backend import Backend, Progress, load_or_cancel
 from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
 from lmx_lab.progress import ProgressBar, bar, status
@@ -50,7 +50,6 @@ class RunningChange(Generic[T]):
 
     Args:
         start: Starts the work, which reports its steps to the given function.
-        cancel: Cancels the work; by default, its coroutine is cancelled.
         shown_s: A load whose engine reports no progress is shown if it takes longer than this.
     """
 
@@ -59,10 +58,8 @@ class RunningChange(Generic[T]):
         start: Callable[[Progress], Coroutine[Any, Any, T]],
         name: str,
         *,
-        cancel: Callable[[], Coroutine[Any, Any, None]] | None = None,
         shown_s: float = 1.0,
     ) -> None:
-        self._cancel = cancel
         self._shown_s = shown_s
         self._loop = asyncio.get_running_loop()
         steps: Feed[ModelEvent] = Feed()
@@ -112,11 +109,7 @@ class RunningChange(Generic[T]):
 
     async def cancel(self) -> None:
         """Cancel the work, and wait until it has ended."""
-        if self._cancel is None:
-            self._task.cancel()
-        else:
-            # Cancelling fails if the work has just ended, or if the server was stopped.
-            await asyncio.gather(self._cancel(), return_exceptions=True)
+        self._task.cancel()
         await asyncio.wait([self._task])
 
     def close(self) -> None:
@@ -152,7 +145,8 @@ async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpac
     loaded one, or of the one that was used least recently if ``launch(resident=...)`` keeps several in memory.
 
     A model that is not on disk is downloaded if the server runs in this process. A path is a path on the server's
-    machine. Interrupting this call cancels the load, and the previous model is loaded again.
+    machine. Interrupting this call cancels the load, unless other callers wait for it, and the previous model is loaded
+    again.
 
     Args:
         options: ``LoadOptions``: ``engine="mlx"``, the engine that must run the model; ``wait``, whether running
@@ -173,9 +167,8 @@ async def show_load(portal: Portal, backend: Backend, spec: LoadSpec) -> LoadRep
     """
 
     async def start() -> RunningChange[LoadReport]:
-        work = functools.partial(backend.load, spec)
-        cancel = functools.partial(backend.cancel_load, spec.model)
-        return RunningChange(lambda report: work(progress=report), f"load {spec.model:.80}", cancel=cancel)
+        work = functools.partial(load_or_cancel, backend, spec)
+        return RunningChange(lambda report: work(progress=report), f"load {spec.model:.80}")
 
     return await _show(portal, start, spec.model, end="loaded")
 

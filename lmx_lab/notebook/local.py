@@ -447,8 +447,8 @@ class LocalBackend:
         """Check that a model can be loaded; see ``ModelManager.check``."""
         return await self._report_progress(self._services.manager.check(spec, beside=beside), progress)
 
-    async def cancel_load(self, model: str) -> None:
-        await self._services.manager.cancel_load(model)
+    async def cancel_load(self, model: str, *, shared: bool = True) -> None:
+        await self._services.manager.cancel_load(model, shared=shared)
 
     async def unload(
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None

@@ -295,8 +295,8 @@ class RemoteBackend:
     async def load(self, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
         return await self.portal.call(self._client.load(spec.model, progress=progress, **spec.options))
 
-    async def cancel_load(self, model: str) -> None:
-        await self.portal.call(self._client.cancel_load(model))
+    async def cancel_load(self, model: str, *, shared: bool = True) -> None:
+        await self.portal.call(self._client.cancel_load(model, shared=shared))
 
     async def unload(
         self, model: str | None = None, *, wait: bool | None = None, progress: Progress | None = None

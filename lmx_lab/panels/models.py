@@ -264,6 +264,8 @@ class ModelsPanel(Panel):
         changed = {"pinned": answer.pinned, "ttl_s": answer.ttl_s}
         self._records = tuple(it.model_copy(update=changed) if it.id == answer.model else it for it in self._records)
         self._show_rows()
+        # A scan that is in progress may have read the previous values.
+        self._refresh_soon()
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel a load. The previous model is loaded again."""

@@ -23,10 +23,11 @@ from lmx_lab.engine.lookup import (
 )
 from lmx_lab.engine.lookup import find_model as find_in_memory
 from lmx_lab.engine.speeds import Speeds, by_preference, preferred_engine, read_speeds, versions
-from lmx_lab.errors import AdminForbiddenError, ModelNotFoundError, NotLoadedError, OutOfMemoryError
+from lmx_lab.errors import AdminForbiddenError, ModelBusyError, ModelNotFoundError, NotLoadedError, OutOfMemoryError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import BODY, failures, link
+from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import (
@@ -140,7 +141,8 @@ def admin_routes(manager: ModelManager) -> APIRouter:
         """
         local = is_local(request.scope)
         check_admin(manager, local=local)
-        return await manager.load(body, local=local)
+        # A client that disconnects no longer waits for the load, which continues.
+        return await while_connected(request, manager.load(body, local=local))
 
     @router.post("/models/unload", responses=LOAD_ERRORS)
     async def unload(request: Request, body: UnloadRequest | None = None) -> UnloadAnswer:
@@ -168,14 +170,15 @@ def admin_routes(manager: ModelManager) -> APIRouter:
         state = await manager.keep(body.model, pin=body.pin, ttl_s=body.ttl_s, local=local)
         return KeepAnswer(model=public_id(state.entry.id, local=local), pinned=state.pinned, ttl_s=state.ttl_s)
 
-    @router.post("/models/cancel", responses=failures(*BODY, AdminForbiddenError))
+    @router.post("/models/cancel", responses=failures(*BODY, AdminForbiddenError, ModelBusyError))
     async def cancel(body: CancelLoadRequest, request: Request) -> CancelLoadAnswer:
         """Cancel the load of a model, and load the previous model again. The response does not wait for this; the
         requests that wait for the load get an error when it is done. If the model is not being loaded, for example
-        because its load has just ended, the request is refused and nothing is unloaded.
+        because its load has just ended, the request is refused and nothing is unloaded. With `"shared": false`, it is
+        also refused if several callers wait for the load.
         """
         check_admin(manager, local=is_local(request.scope))
-        await manager.cancel_load(body.model)
+        await manager.cancel_load(body.model, shared=body.shared)
         return CancelLoadAnswer()
 
     return router

@@ -198,6 +198,8 @@ class CancelLoadRequest(RequestModel):
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     """The model whose load is cancelled: its id, or the name that the request for the load used."""
+    shared: bool = True
+    """Whether to cancel the load even if several callers wait for it; if not, this is refused with 409."""
 
 
 class CancelLoadAnswer(BaseModel):

@@ -10,7 +10,6 @@ from lmx_lab.engine.lookup import (
     CHAT,
     EMBEDDING,
     RERANK,
-    check_unload,
     entries_in_memory,
     find_model,
     loaded_id,
@@ -86,17 +85,6 @@ def test_the_preferred_kind_answers():
     assert find_model([MINILM, reranker], "minilm", RERANK) is MINILM
     assert find_model([MINILM], None, CHAT) is None
     assert find_model([MINILM, TINY_ENTRY], "other", ANY_KIND) is None
-
-
-def test_an_unload_that_names_another_model_is_refused():
-    check_unload("tiny", PINNED, local=False)
-    check_unload("/models/tiny", PINNED, local=True)
-    with pytest.raises(InvalidRequestError, match="minilm is pinned"):
-        check_unload("minilm", PINNED, local=False)
-    with pytest.raises(InvalidRequestError, match="gpt is not loaded, tiny is"):
-        check_unload("gpt", PINNED, local=False)
-    with pytest.raises(InvalidRequestError, match="no model is"):
-        check_unload("gpt", EMPTY, local=False)
 
 
 # Refusals

@@ -1,6 +1,7 @@
 """The manager loads and unloads models for callers on all threads, and submits requests to the model that answers."""
 
 import asyncio
+import functools
 import gc
 import threading
 import weakref
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.engine import Caller, EmbeddingRequest, RerankRequest
+from lmx_lab.engine.echo.engine import EchoLoaded
 from lmx_lab.errors import (
     EngineDeadError,
     GenerationTimeoutError,
@@ -323,6 +325,42 @@ async def test_an_idle_model_is_unloaded_and_this_is_reported():
         assert lab.manager.snapshot.idle_model == "one"
         with pytest.raises(NotLoadedError, match="one was unloaded because it was idle; load one first"):
             await answer(lab)
+
+
+@pytest.mark.parametrize("work", ["unload", "unload by name", "load"])
+async def test_while_an_idle_model_is_being_unloaded_other_changes_wait(work, monkeypatch):
+    async with running(replace(SETTINGS, swap=True)) as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        releasing, release, close = threading.Event(), threading.Event(), EchoLoaded.close
+
+        async def slow_close(model, error):
+            releasing.set()
+            await asyncio.to_thread(release.wait, WAIT_S)
+            return await close(model, error)
+
+        monkeypatch.setattr(EchoLoaded, "close", slow_close)
+        await lab.manager.keep("one", ttl_s=0)
+        await asyncio.to_thread(releasing.wait, WAIT_S)
+        assert lab.manager.snapshot.idle_model == "one"
+        changes = {
+            "unload": lab.manager.unload,
+            "unload by name": functools.partial(lab.manager.unload, "one"),
+            "load": functools.partial(lab.manager.load, LoadSpec(model="two")),
+        }
+        change = asyncio.create_task(changes[work]())
+        await asyncio.sleep(0.05)
+        assert not change.done()
+        release.set()
+        result = await change
+        if work == "load":
+            assert (result.model, await answer(lab)) == ("two", "two")
+        elif work == "unload":
+            # Nothing was left to unload, but the next request does not load the idle model again.
+            assert (result, lab.manager.snapshot.unload_cause) == (0, "requested")
+            with pytest.raises(NotLoadedError, match="no model is loaded"):
+                await answer(lab)
+        else:
+            assert result > 0
 
 
 async def test_each_request_starts_the_idle_time_again():

@@ -368,7 +368,7 @@ def test_an_unload_without_a_request_is_explained(reader, backend):
 
 
 def test_a_refused_cancel_keeps_the_failure_of_the_load(reader, backend):
-    async def refuse(model):
+    async def refuse(model, **_):
         raise NotLoadedError("it has just ended")
 
     backend.cancel_load = refuse

@@ -113,7 +113,7 @@ class ScriptedBackend:
         await _next(self.loads)
         return LoadReport(model=spec.model, load_time_ms=1.0, vram_gb=0.1)
 
-    async def cancel_load(self, model: str) -> None:
+    async def cancel_load(self, model: str, *, shared: bool = True) -> None:
         self.requests.append(("cancel", model))
 
     async def unload(

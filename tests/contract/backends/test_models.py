@@ -1,14 +1,24 @@
 """Tests of loads, unloads and lists of models, which are the same for each way to reach a lab."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
 from lmx_lab.arguments import chat_request, rerank_body
-from lmx_lab.errors import InvalidRequestError, LabError, ModelNotFoundError, NotLoadedError, UnusableModelError
+from lmx_lab.engine.echo.engine import EchoEngine
+from lmx_lab.errors import (
+    InvalidRequestError,
+    LabError,
+    ModelBusyError,
+    ModelNotFoundError,
+    NotLoadedError,
+    UnusableModelError,
+)
 from lmx_lab.values.models import LoadSpec
 from tests.support.labs import manager_of, read_answer
+from tests.support.waiting import WAIT_S, auntil
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -79,6 +89,31 @@ async def test_panels_load_and_unload_while_the_callers_loop_is_blocked(reach, t
         with pytest.raises(InvalidRequestError, match="tiny is not being loaded"):
             blocked(backend.cancel_load("tiny"))
         assert [record.id for record in blocked(backend.models()).models if record.loaded] == ["tiny"]
+
+
+async def test_a_load_continues_if_one_of_the_callers_that_wait_for_it_is_cancelled(reach, tmp_path, monkeypatch):
+    resume, check = threading.Event(), EchoEngine.check
+
+    async def slow_check(engine, entry, spec, **options):
+        await asyncio.to_thread(resume.wait, WAIT_S)
+        await check(engine, entry, spec, **options)
+
+    monkeypatch.setattr(EchoEngine, "check", slow_check)
+    async with reach(tmp_path, None) as (lab, served):
+        loads = [asyncio.create_task(lab.aload("echo")) for _ in range(2)]
+        residents = manager_of(served)._residents
+        await auntil(lambda: [change.callers for change in residents._loads()] == [2])
+        loads[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loads[0]
+        await auntil(lambda: residents._loads()[0].callers == 1)
+        loads.append(asyncio.create_task(lab.aload("echo")))
+        await auntil(lambda: residents._loads()[0].callers == 2)
+        backend = lab.workbench.backend
+        with pytest.raises(ModelBusyError, match="2 callers wait for the load of echo, so it was not cancelled"):
+            await asyncio.wrap_future(lab.workbench.submit(backend.cancel_load("echo", shared=False)))
+        resume.set()
+        assert [(await load).model for load in loads[1:]] == ["echo"] * 2
 
 
 async def test_vectors_and_rankings_are_those_of_the_server(reach, way, starter_home, minilm):
