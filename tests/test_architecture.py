@@ -141,7 +141,6 @@ SUBJECTS = {
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.swap": "an algorithm: the order of requests for models that do not fit together",
     "engine.llama_cpp.grammar": "an algorithm: which grammars llama.cpp enforces",
-    "engine.llama_cpp.slot_states": "which requests continue the tokens of a slot",
     "notebook.results": "the results of methods",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",

@@ -244,6 +244,8 @@ class AnswerReader:
         """The output as ids of tokens, or as text where ids are missing."""
         self.step_tokens = 1
         """Number of tokens of the next request, if the answer ``needs_steps``."""
+        self._is_continued = False
+        """Whether another request has continued this one."""
         self._tokens_before = self._drafted_before = self._accepted_before = 0
         """Numbers of output tokens, drafted and accepted tokens before the last pause."""
 
@@ -258,6 +260,12 @@ class AnswerReader:
         if generation.grammar is not None or has_seed:
             return False
         return generation.finish is None and 0 < output_tokens == len(self.tokens) and self._hidden is None
+
+    def can_lend(self, generation: LlamaGeneration, tokens: int) -> bool:
+        """Return whether the answer may be interrupted for a copy of its slot, which has at least ``tokens`` tokens."""
+        if generation.output_tokens:
+            return self.can_continue(generation)
+        return generation.finish is None and generation.cached_tokens + generation.computed_tokens >= tokens
 
     def reaches(self, generation: LlamaGeneration, tokens: int) -> bool:
         """Return whether the current request has generated this number of tokens, and the answer continues."""
@@ -275,6 +283,7 @@ class AnswerReader:
 
     def pause(self, generation: LlamaGeneration) -> None:
         """Record that the next events are those of another request, whose prompt includes the output so far."""
+        self._is_continued = True
         self._tokens_before = generation.output_tokens
         self._drafted_before, self._accepted_before = generation.drafted_tokens, generation.accepted_tokens
 
@@ -285,7 +294,7 @@ class AnswerReader:
         if generation.finish is not None:
             return
         if (progress := chunk.get("prompt_progress")) is not None:
-            if self._tokens_before:
+            if self._is_continued:
                 return
             total = len(generation.prompt)
             generation.cached_tokens = min(int(progress["cache"]), total - 1)
@@ -375,8 +384,10 @@ class Slot:
     """When it was last taken (``time.perf_counter``)."""
     user: LlamaGeneration | None = None
     """The last generation in it."""
-    saving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Locked while ``SlotFiles`` saves it."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Locked while llama.cpp computes, saves or restores it."""
+    awaited: tuple[int, ...] = ()
+    """For each request that waits for the lock in order to copy the state: how many tokens of it."""
 
 
 def set_decoding_at(generation: LlamaGeneration, now: float) -> None:

@@ -7,7 +7,9 @@ cores that compute the model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ from lmx_lab.errors import EngineError
 LIMIT_BYTES = 2**24
 """Maximum size of the headers of a response."""
 OK = 200
+END_S = 5.0
+"""Maximum time to wait until llama.cpp has stopped a request. It finishes the running step first."""
 END = b"\n\n"
 DATA = b"data: "
 OnEvent = Callable[[dict[str, Any]], bool]
@@ -33,15 +37,15 @@ class RefusedError(Exception):
 
 
 class LlamaConnection:
-    """Sends requests to one process. Each request has its own connection, and closing the connection cancels it.
+    """Sends requests to one process. Each request has its own connection.
 
     Raises, in all methods:
         RefusedError: the response is an error.
         EngineError: there is no response, because the process has ended.
     """
 
-    def __init__(self, socket: str, api_key: str) -> None:
-        self._socket = socket
+    def __init__(self, path: str, api_key: str) -> None:
+        self._path = path
         self._request_head = (
             f" HTTP/1.1\r\nHost: lmx-lab\r\nAuthorization: Bearer {api_key}\r\nConnection: close\r\n"
             "Content-Type: application/json\r\nContent-Length: "
@@ -55,12 +59,40 @@ class LlamaConnection:
         """Post a JSON body, and return the JSON response."""
         return await self._request("POST", path, json.dumps(body).encode())
 
-    async def stream(self, path: str, body: bytes, on_event: OnEvent) -> None:
+    async def open(self) -> socket.socket:
+        """Return a connection for ``stream``, which ``end`` closes."""
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, self._path)
+        except BaseException as exc:
+            sock.close()
+            if isinstance(exc, OSError):
+                raise _unavailable_error(exc) from exc
+            raise
+        return sock
+
+    async def end(self, sock: socket.socket) -> None:
+        """Cancel what llama.cpp still computes for a request, and return when it has stopped, or after ``END_S``.
+
+        llama.cpp closes a connection whose other side was closed as soon as the slot is free (measured: within 56 ms
+        alone and 87 ms beside four answers, at most 350 ms). Until then, a request for the slot would be computed
+        elsewhere, without the tokens in the slot.
+        """
+        loop = asyncio.get_running_loop()
+        with sock, contextlib.suppress(OSError, TimeoutError):
+            sock.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(END_S):
+                while await loop.sock_recv(sock, 2**16):
+                    pass
+
+    async def stream(self, sock: socket.socket, path: str, body: bytes, on_event: OnEvent) -> None:
         """Post a body, and read the streamed response. Returns at its end, or when ``on_event`` returns True.
 
         May be called on any event loop.
 
         Args:
+            sock: The connection, from ``open``.
             body: The body as JSON.
             on_event: Called with the JSON of each event; returns True if it needs no more events.
         """
@@ -69,19 +101,18 @@ class LlamaConnection:
         events = _Events(on_event, loop)
         try:
             try:
-                await loop.create_unix_connection(lambda: events, self._socket)
+                await loop.create_unix_connection(lambda: events, sock=sock.dup())
             except OSError as exc:
                 raise _unavailable_error(exc) from exc
             assert events.transport is not None
             events.transport.write(request)
             await events.done
         finally:
-            # Closing the connection cancels what llama.cpp still computes for this request.
             events.close()
 
     async def _request(self, method: str, path: str, body: bytes) -> Any:
         try:
-            reader, writer = await asyncio.open_unix_connection(self._socket, limit=LIMIT_BYTES)
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=LIMIT_BYTES)
         except OSError as exc:
             raise _unavailable_error(exc) from exc
         parts = []

@@ -132,7 +132,7 @@ class SlotFiles:
 
     async def save_now(self, slot: Slot) -> None:
         """Save a slot before another request takes it, if that was not done yet."""
-        async with slot.saving:
+        async with slot.lock:
             if (answer := self._waiting.pop(slot, None)) is not None:
                 await self._save(answer, slot)
 

@@ -26,7 +26,7 @@ from lmx_lab.engine.llama_cpp.connection import RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan
 from lmx_lab.engine.llama_cpp.process import explained_end
 from lmx_lab.engine.llama_cpp.scoring import LlamaScorer
-from lmx_lab.engine.llama_cpp.slot_states import SlotStates
+from lmx_lab.engine.llama_cpp.slot_states import MIN_GAIN_TOKENS, SlotStates
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.scheduler import Turns, Verdict
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
@@ -235,7 +235,7 @@ class LlamaSlots:
         return has_ended
 
     async def _generate(self, generation: LlamaGeneration, slot: Slot) -> None:
-        """Let llama.cpp compute the rest of the answer, until its end or until it is paused.
+        """Let llama.cpp compute the rest of the answer, until its end or until it is paused or interrupted.
 
         The answer is read on its reader's event loop, because a switch between threads for each token would cost as
         much as all other work for the token.
@@ -243,16 +243,28 @@ class LlamaSlots:
         reader, connection, slots = generation.row, self._connection, self._slot_files
         reader.slot = slot.id
         body = json.dumps(self._body(generation, reader.pieces, output_tokens=generation.output_tokens)).encode()
-        streaming = connection.stream("/completion", body, partial(self._deliver_event, generation))
-        try:
-            future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
-        except RuntimeError:
-            streaming.close()
-            raise EngineError("the event loop of the reader is closed") from None
         async with explained_end(self._process, self._tokenizer.entry.id):
-            await asyncio.wrap_future(future)
-        if slot.user is generation:
-            slot.tokens = [*generation.prompt, *reader.tokens]
+            await slot.lock.acquire()
+            try:
+                sock = await connection.open()
+            except BaseException:
+                slot.lock.release()
+                raise
+            try:
+                streaming = connection.stream(sock, "/completion", body, partial(self._deliver_event, generation, slot))
+                try:
+                    future = asyncio.run_coroutine_threadsafe(streaming, generation.mailbox.loop)
+                except RuntimeError:
+                    streaming.close()
+                    raise EngineError("the event loop of the reader is closed") from None
+                await asyncio.wrap_future(future)
+            finally:
+                ending = asyncio.create_task(connection.end(sock), name="lmx-lab end of a llama.cpp request")
+                ending.add_done_callback(lambda _: slot.lock.release())
+                if slot.user is generation:
+                    # llama.cpp finishes the running step of a prompt.
+                    done = generation.cached_tokens + generation.computed_tokens + self._plan.batch_tokens
+                    slot.tokens = [*generation.prompt, *reader.tokens] if reader.tokens else generation.prompt[:done]
         if slots is not None and generation.finish is not None:
             slots.save(generation, slot)
 
@@ -284,7 +296,7 @@ class LlamaSlots:
             timings=self._uses_drafts,
         )
 
-    def _deliver_event(self, generation: LlamaGeneration, event: dict[str, Any]) -> bool:
+    def _deliver_event(self, generation: LlamaGeneration, slot: Slot, event: dict[str, Any]) -> bool:
         """Deliver the items of one event, and return whether to stop reading. Runs on the reader's loop."""
         if generation not in self.answers.scheduler:
             # It has ended, and ``answers`` delivers the end to its reader.
@@ -302,13 +314,17 @@ class LlamaSlots:
             self._log_step(generation, "decode", now, tokens)
         elif (tokens := generation.computed_tokens - prompt_tokens) > 0:
             self._log_step(generation, "prefill", now, tokens)
+            if generation.computed_tokens >= MIN_GAIN_TOKENS:
+                milliseconds = event["prompt_progress"]["time_ms"]
+                self._states.token_s = milliseconds / 1e3 / generation.computed_tokens
+        is_awaited = bool(awaited := slot.awaited) and reader.can_lend(generation, min(awaited))
         is_paused = generation in self._paused and reader.can_continue(generation)
         # Below the minimum length, a request ignores end tokens, so another request has to continue the answer.
         is_long_enough = (
             reader.reaches(generation, generation.request.min_tokens - len(generation.start))
             and generation.output_tokens < generation.max_tokens
         )
-        return generation.finish is not None or is_paused or is_long_enough
+        return generation.finish is not None or is_paused or is_awaited or is_long_enough
 
     def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
         """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""

@@ -63,3 +63,41 @@ async def test_scores_of_a_prompt_show_nothing_of_another_caller(model):
     for caller in (OWNER, BERT):
         stream = await model.submit(request(prompt=prompt, caller=caller, **scored))
         assert (await finish(stream))[1].cached_tokens == 0
+
+
+@pytest.mark.parametrize("stopped", ["before the next turn", "after the next turn was sent", "later"])
+async def test_the_next_turn_continues_an_answer_that_was_stopped(busy, stopped):
+    prompt = numbers(400, start=9000)
+    answer = await busy.submit(request(prompt=prompt, max_tokens=4000, ignore_eos=True))
+    first = await anext(answer)
+    if stopped == "before the next turn":
+        await answer.aclose()
+    turn = await busy.submit(request(prompt=longer(prompt, *first.ids, 7, 8, 9), max_tokens=2))
+    if stopped == "after the next turn was sent":
+        await answer.aclose()
+    assert (await finish(turn))[1].cached_tokens >= 400
+    assert answer.report is None, "it is still running, or was cancelled"
+    await answer.aclose()
+
+
+async def test_an_interrupted_answer_continues_unchanged(busy):
+    prompt, long = numbers(400, start=15_000), {"max_tokens": 60, "ignore_eos": True}
+    alone = await run(busy, prompt=prompt, **long)
+    for seed in range(3):
+        other = numbers(400, start=16_000 + 1000 * seed)
+        answer = await busy.submit(request(prompt=other, **long))
+        first = await anext(answer)
+        await cached(busy, longer(other, *first.ids, 7, 8, 9), OWNER)
+        interrupted = first.text + (await finish(answer))[0]
+        assert interrupted == (await run(busy, prompt=other, **long))[0]
+    assert (await run(busy, prompt=prompt, **long))[0] == alone[0]
+
+
+async def test_a_prompt_that_was_stopped_leaves_what_was_computed(busy):
+    prompt = numbers(6000, start=20_000)
+    answer = await busy.submit(request(prompt=prompt, max_tokens=4))
+    while answer.progress is None or answer.progress.done == 0:  # noqa: ASYNC110 - the progress has no event
+        await asyncio.sleep(0)
+    await answer.aclose()
+    computed = min(answer.progress.done, 5999)
+    assert await cached(busy, prompt, Caller()) >= computed
