@@ -7,6 +7,7 @@
 # parity       compare encoders and decoders with PyTorch, in a separate environment
 # cluster      test Ray Serve, Ray Data and Dask with local clusters, in a separate environment
 # panels       build the JavaScript of the panels
+# docs         build the documentation as a site in build/site, and check its links; after make gallery with its outputs
 # gallery      run all notebooks and render them as pages in build/gallery
 # clients      test other projects' clients against a running server, in a separate environment
 # harnesses    run lm-evaluation-harness, Inspect and llama-benchy against both engines, and copy evaluations to MLflow and W&B, in a separate environment
@@ -40,7 +41,7 @@ CONSTRAINTS := tools/constraints
 # The first version with --group.
 PIP_WITH_GROUPS := 'pip>=25.1'
 
-.PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels gallery clients harnesses binder package bench soak screenshots lock clean
+.PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels docs gallery clients harnesses binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -121,6 +122,9 @@ $(CLUSTER_STAMP): pyproject.toml $(CONSTRAINTS)/all.txt
 # Builds the JavaScript that each widget contains from the files beside it.
 panels: setup
 	$(BIN)/python -m lmx_lab.panels.build
+
+docs: setup
+	$(BIN)/python tools/site.py build/site
 
 gallery: setup
 	$(BIN)/python tools/gallery.py build/gallery

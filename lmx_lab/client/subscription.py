@@ -626,9 +626,11 @@ class MemoryCursor:
         self._cursor = cursor
 
     def load(self) -> Cursor | None:
+        """Return the cursor; None if there is none yet."""
         return self._cursor
 
     def save(self, cursor: Cursor) -> None:
+        """Keep a cursor."""
         self._cursor = cursor
 
 
