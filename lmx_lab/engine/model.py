@@ -347,12 +347,16 @@ class LoadedModel(ABC, Generic[Row]):
         # Opened first: if the caller is cancelled from now on, the answers are dropped, which cancels the generations.
         opened, origin = (
             answers.open(generations),
-            Origin(entry=self.entry, spec=self.spec, fingerprint=self.fingerprint),
+            Origin(entry=self.entry, spec=self.spec, fingerprint=self.fingerprint_of(generations[0])),
         )
         for answer in opened:
             answer.origin = origin
         await self._add(generations)
         return opened
+
+    def fingerprint_of(self, generation: Generation[Row]) -> str:
+        """Return the fingerprint for one answer, which may depend less on other requests than those to others."""
+        return self.fingerprint
 
     async def _prepare(
         self,

@@ -1,6 +1,7 @@
 """On both engines the real model gives the same answers alone and in parallel with others, greedy and seeded."""
 
 import asyncio
+import random
 from dataclasses import replace
 
 import pytest
@@ -74,3 +75,49 @@ async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministi
         parallel = await asyncio.gather(*(answer(manager, each) for each in requests))
         cached = [await answer(manager, each) for each in requests]
         assert cached == list(parallel)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"engine": "mlx"}, {"deterministic": True}, {}], ids=["mlx", "exact", "short"])
+async def test_answers_are_the_same_in_any_order_with_cached_prefixes_and_cancelled_requests(
+    smollm2, smollm2_gguf, options
+):
+    """All answers whose fingerprint does not end with ``-batch-dependent``: on llama.cpp without an option, those to
+    short prompts.
+    """
+    entry = smollm2 if "engine" in options else entry_of(smollm2_gguf, smollm2.id)
+    draw = random.Random(7)
+    text = " ".join(draw.choices(("lamp", "keeper", "storm", "stairs", "evening", "boat", "gull", "north"), k=1500))
+    requests = [
+        replace(
+            story("", seed=draw.choice((None, 3, 4)), max_tokens=draw.choice((2, 6, 12))),
+            prompt=TextPrompt(text=text[: int(40 * 180 ** draw.random())]),
+        )
+        for _ in range(30)
+    ]
+    limit = asyncio.Semaphore(8)
+
+    async def compute(manager, each):
+        async with limit:
+            opened = await manager.submit(each)
+            found, logprobs = await finish_with_logprobs(opened)
+        is_exact = not opened.origin.fingerprint.endswith("-batch-dependent")
+        bits = [entry.logprob for entry in logprobs] if entry.format == "gguf" else None
+        return (found, bits) if is_exact else None
+
+    async def cancel(manager, each):
+        async with limit:
+            opened = await manager.submit(each)
+            await anext(opened)
+            await opened.aclose()
+
+    async with manager_with(entry, Settings(queue_limit=100), spec=LoadSpec(model=smollm2.id, **options)) as manager:
+        alone = [await compute(manager, each) for each in requests]
+        assert sum(each is not None for each in alone) >= (5 if options == {} else 30)
+        for _ in range(2):
+            order = draw.sample(range(30), 30)
+            cancelled = [cancel(manager, each) for each in draw.sample(requests, 5)]
+            found, _ = await asyncio.gather(
+                asyncio.gather(*(compute(manager, requests[at]) for at in order)), asyncio.gather(*cancelled)
+            )
+            assert found == [alone[at] for at in order]

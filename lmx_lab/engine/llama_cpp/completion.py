@@ -40,6 +40,9 @@ SEEDS = 2**32 - 1
 MAX_TOKEN_BYTES = 16
 """Longer tokens do not end within a character."""
 MAX_SEQUENCES = 16
+EXACT_PROMPT_TOKENS, EXACT_TOKENS = 63, 256
+"""Maximum number of tokens of a prompt that is computed in the same way however it is divided into steps, and of the
+prompt and its answer. See ``INVARIANT_ATTENTION`` in ``engine``."""
 
 
 def sampling(
@@ -112,6 +115,14 @@ def needs_steps(request: GenerationRequest, grammar: str | None) -> bool:
     return grammar is None and (chosen.repetition_penalty != 1 or chosen.presence_penalty != 0)
 
 
+def is_repeatable(generation: LlamaGeneration) -> bool:
+    """Return whether the answer is greedy or has a seed, and its prompt is short enough to be computed in the same way
+    each time, if no cached tokens are used: those of a longer prompt were computed in another way.
+    """
+    sampling = generation.request.sampling
+    return (not sampling.temperature or sampling.seed is not None) and len(generation.prompt) <= EXACT_PROMPT_TOKENS
+
+
 def completion_body(
     request: GenerationRequest,
     prompt: Sequence[int],
@@ -127,6 +138,7 @@ def completion_body(
     grammar: str | None,
     markers: Sequence[str],
     vocabulary_size: int,
+    uses_cache: bool = True,
     timings: bool = False,
 ) -> dict[str, Any]:
     """Return the body for ``/completion``.
@@ -138,6 +150,7 @@ def completion_body(
         slot: Id of the slot.
         may_end: Whether the model may end its text.
         markers: Special tokens that the text of the answer must contain, as text.
+        uses_cache: Whether tokens that are in the slot are not computed again.
         timings: Whether each event counts the drafted tokens, and not only the last one.
     """
     body = {
@@ -152,6 +165,7 @@ def completion_body(
         ),
         "prompt": [*prompt, *answer],
         "id_slot": slot,
+        "cache_prompt": uses_cache,
         "ignore_eos": request.ignore_eos or not may_end,
         "n_predict": max_tokens,
         "stream": True,

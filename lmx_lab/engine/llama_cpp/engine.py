@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Generation
-from lmx_lab.engine.llama_cpp.completion import AnswerReader
+from lmx_lab.engine.llama_cpp.completion import EXACT_TOKENS, AnswerReader, is_repeatable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context, plan_load
 from lmx_lab.engine.llama_cpp.process import (
@@ -77,13 +78,14 @@ PROMPT_LOOKUP: Mapping[str, Any] = {
 }
 """Draft up to 8 tokens that followed the same 4 tokens earlier. Of llama.cpp's methods, this one is about the fastest
 for copied text, and costs little for other text (measured)."""
+BATCH_DEPENDENT = "-batch-dependent"
 TOKENS = "tokenizer.ggml.tokens"
 CACHE_TYPES: Mapping[KvCacheDtype, int] = {"q8_0": 8, "q4_0": 2}
 """Numbers of the types in llama.cpp (``ggml_type``)."""
 INVARIANT_ATTENTION: Mapping[str, int] = {"cache_type_v": 30}
 """Stores values in bfloat16, and keys in float16. If the two types differ, llama.cpp computes the attention of each
 token in the same way. If both are the same float type, it adds the terms in another order when a step has 64 or more
-tokens of a request, or when a request with one token in the step has 512 or more tokens in its cache. The result then
+tokens of a request, or when a request with one token is alone in the step and has more than 256 tokens. The result then
 depends on the cached part of the prompt and on other requests. With different types, prompts of 512 and 1,400 tokens
 take 1.25 and 1.6 times the CPU time (measured with SmolLM2-135M), and decoding takes the same time."""
 
@@ -94,6 +96,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
     Args:
         slot_files: Keeps the slots of a chat model on disk; None if that is off.
         fields: The parameters of the process, see ``CommonParams``.
+        repeats_short: Whether answers with at most ``EXACT_TOKENS`` do not depend on other requests.
         pair_overhead_tokens: Number of tokens that llama.cpp adds to those of a query and a document.
     """
 
@@ -109,6 +112,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
         slot_files: SlotFiles | None,
         state_bytes: int,
         batch_invariant: bool,
+        repeats_short: bool,
         dimensions: int | None,
         pair_overhead_tokens: int,
     ) -> None:
@@ -125,13 +129,14 @@ class LlamaModel(LoadedModel[AnswerReader]):
                 state_bytes=state_bytes,
                 reserve_bytes=settings.disk_reserve_bytes,
                 uses_drafts="speculative_type" in fields,
+                is_invariant=batch_invariant,
             )
         fingerprint = f"llama.cpp-{version(PACKAGE)}"
         if entry.copy is not None:
             fingerprint += f"-{entry.copy.type.lower()}-copy"
         if not batch_invariant:
             # Other requests may change the bits of an answer.
-            fingerprint += "-batch-dependent"
+            fingerprint += BATCH_DEPENDENT
         super().__init__(
             entry,
             spec,
@@ -148,6 +153,7 @@ class LlamaModel(LoadedModel[AnswerReader]):
         self.tokenizer = tokenizer
         self._host = host
         self._slot_files = slot_files
+        self._repeats_short = repeats_short
         self._pair_overhead_tokens = pair_overhead_tokens
         self._memory_bytes = self._process.memory_bytes
         host.budget.add_process(self._used_bytes)
@@ -219,6 +225,12 @@ class LlamaModel(LoadedModel[AnswerReader]):
         self.tokenizer.close()
 
     # Answers
+
+    def fingerprint_of(self, generation: Generation[AnswerReader]) -> str:
+        """See ``LoadedModel``."""
+        is_short = len(generation.prompt) + generation.max_tokens <= EXACT_TOKENS
+        is_exact = self._repeats_short and is_short and is_repeatable(generation)
+        return self.fingerprint.removesuffix(BATCH_DEPENDENT) if is_exact else self.fingerprint
 
     async def _add(self, generations: Sequence[Generation[AnswerReader]]) -> None:
         """See ``LoadedModel``. The prompt is computed separately for each answer."""
@@ -435,6 +447,7 @@ class LlamaCppEngine:
                 slot_files=_open_slot_files(tokenizer, fields, settings),
                 state_bytes=state_bytes,
                 batch_invariant=spec.deterministic or (is_batch_invariant(header) and quantizes_cache),
+                repeats_short=is_batch_invariant(header) and sys.platform == "linux",
                 dimensions=int(known["meta"]["n_embd"]) if entry.kind != "chat" else None,
                 pair_overhead_tokens=overhead_tokens,
             )

@@ -90,19 +90,21 @@ class SlotStates:
         """Return a slot for a generation that is running, with as many tokens of its prompt as are known.
 
         Args:
-            uses_cache: Whether known tokens are used.
+            uses_cache: Whether known tokens are used. If not, none are copied.
 
         Raises:
             EngineError: the process has ended.
         """
         scope = generation.request.scope
-        scopes = (scope, SHARED) if uses_cache else ()
+        scopes = (scope, SHARED)
         refused: set[Slot] = set()
         """The slots whose state cannot be copied now."""
         while True:
             lengths = {slot: shared_length(prompt, slot.tokens) if slot.scope in scopes else 0 for slot in self._slots}
             slot = self._choose(generation, lengths, len(prompt), refused)
             known, state = lengths[slot], None
+            if not uses_cache:
+                break
             for saved in self._saved:
                 length = shared_length(prompt, saved.tokens) if saved.scope in scopes else 0
                 if length > known and _is_worth_copying(saved.tokens, length - lengths[slot]):

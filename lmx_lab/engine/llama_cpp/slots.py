@@ -19,6 +19,7 @@ from lmx_lab.engine.llama_cpp.completion import (
     Slot,
     choose,
     completion_body,
+    is_repeatable,
     needs_steps,
     set_decoding_at,
 )
@@ -45,6 +46,7 @@ class LlamaSlots:
     Args:
         slot_files: Keeps the slots on disk; None if that is off.
         uses_drafts: Whether llama.cpp drafts tokens, with a draft model or by prompt lookup.
+        is_invariant: Whether the result for a token does not depend on the cached part of its prompt.
         state_bytes, reserve_bytes: Limits of ``SlotStates``.
     """
 
@@ -57,6 +59,7 @@ class LlamaSlots:
         turns: Turns,
         slot_files: SlotFiles | None,
         uses_drafts: bool,
+        is_invariant: bool,
         state_bytes: int,
         reserve_bytes: int,
     ) -> None:
@@ -67,6 +70,7 @@ class LlamaSlots:
         self._scorer = scorer
         self._slot_files = slot_files
         self._uses_drafts = uses_drafts
+        self._is_invariant = is_invariant
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._tasks: dict[LlamaGeneration, asyncio.Task[None]] = {}
@@ -170,7 +174,8 @@ class LlamaSlots:
                 await paused.wait()
                 generation.mailbox.steps.start(time.perf_counter())
             if slot is None or slot.user is not generation:
-                slot = await self._states.take(generation, [*generation.prompt, *reader.tokens])
+                known = [*generation.prompt, *reader.tokens]
+                slot = await self._states.take(generation, known, uses_cache=self._uses_cache(generation))
             await self._generate(generation, slot)
             reader.pause(generation)
         now = time.perf_counter()
@@ -183,6 +188,9 @@ class LlamaSlots:
                 async with asyncio.timeout(5.0):
                     await self._send_last_ids(generation)
         return report
+
+    def _uses_cache(self, generation: LlamaGeneration) -> bool:
+        return self._is_invariant or bool(generation.output_tokens) or not is_repeatable(generation)
 
     async def _send_last_ids(self, generation: LlamaGeneration) -> None:
         """Send the ids of tokens that llama.cpp did not report, if they can be found."""
@@ -293,6 +301,7 @@ class LlamaSlots:
             grammar=generation.grammar,
             markers=list(tokenizer.chat_format.markers),
             vocabulary_size=tokenizer.vocabulary_size,
+            uses_cache=self._uses_cache(generation) or output_tokens > 0,
             timings=self._uses_drafts,
         )
 
