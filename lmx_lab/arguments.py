@@ -117,7 +117,7 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
     if isinstance(messages, Sequence):
         messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
     request = validated(ChatRequest, {"model": ANY_MODEL, "messages": messages, **fields})
-    if request.choices > 1:
+    if (request.n or 1) > 1:
         raise InvalidRequestError(
             "n is not available here, because a reply has one text; use OpenAI(**lab.openai)", param="n"
         )

@@ -30,17 +30,6 @@ def clip(text: str, limit: int) -> str:
     return escape_text(text[: limit - 1] + "…" if len(text) > limit else text)
 
 
-def escape_line_ends(text: str) -> str:
-    """Escape U+0085, U+2028 and U+2029 in JSON.
-
-    JSON allows them, but clients that split a stream into lines as ``str.splitlines`` does, such as httpx and
-    ollama-python, would end a line within a string.
-    """
-    if text.isascii():
-        return text
-    return text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
 def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON and JavaScript allow and UTF-8 cannot encode, by question marks."""
     return text.encode("utf-8", "replace").decode()

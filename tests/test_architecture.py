@@ -144,12 +144,9 @@ SUBJECTS = {
     "notebook.results": "the results of methods",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",
-    "server.other_paths": "the paths that clients build",
     "server.pages": "the pages for browsers",
-    "server.app": "the application of the server",
     "server.responses.socket": "the WebSocket of the Responses format",
     "server.metrics": "a file format: metrics of Prometheus",
-    "server.request_log": "the log of requests",
     "server.tokens": "a format: the routes of llama.cpp for tokens",
 }
 """Modules below ``SMALL_LINES`` that only one module of their package imports, and what makes them a subject."""

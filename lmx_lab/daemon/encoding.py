@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-from lmx_lab.sanitize import escape_line_ends, replace_surrogates
+from lmx_lab.http.streaming import escape_line_ends
+from lmx_lab.sanitize import replace_surrogates
 
 
 def timestamp(at_s: float | None = None) -> str:

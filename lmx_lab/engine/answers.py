@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.requests import GenerationRequest
-from lmx_lab.engine.scheduler import Scheduler, SlotTimes, Turns, Verdict
+from lmx_lab.engine.scheduler import Permit, Scheduler, SlotTimes, Turns, Verdict
 from lmx_lab.engine.stream import Answer, Item, Mailbox
 from lmx_lab.engine.text.splitter import TextSplitter, Token
 from lmx_lab.errors import GenerationTimeoutError, LabError
@@ -188,7 +187,7 @@ class Generation(Generic[Row]):
             ttft_s=(self.first_token_at or now) - self.arrived_at,
             decode_s=now - decoding_at,
             peak_memory_bytes=self.peak_memory_bytes,
-            stop_sequence=self.splitter.stop_string,
+            stop_sequence=self.splitter.stops.found,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lmx_lab.engine.admission import LOAD_FIRST
+from lmx_lab.engine.scheduler import LOAD_FIRST
 from lmx_lab.errors import (
     InvalidRequestError,
     LabError,

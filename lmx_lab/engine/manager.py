@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from lmx_lab.engine.admission import LOAD_FIRST, Permit
 from lmx_lab.engine.engines import Engines, Factory
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.loads import IfBusy
@@ -44,7 +44,7 @@ from lmx_lab.engine.requests import (
     TraceRequest,
 )
 from lmx_lab.engine.residents import Residents
-from lmx_lab.engine.scheduler import Turns
+from lmx_lab.engine.scheduler import LOAD_FIRST, Permit, Turns
 from lmx_lab.engine.stream import Answer
 from lmx_lab.errors import (
     EngineDeadError,
@@ -433,11 +433,11 @@ class ModelManager:
         limit, reader = self.settings.slots + self.settings.queue_limit, asyncio.get_running_loop()
         if choices > limit:
             raise InvalidRequestError(f"n is {choices}; this server takes {limit} (slots and queue_limit)", param="n")
-        return await self._run(
-            lambda: self._use(
-                request, CHAT, lambda model, permits: model.generate(request, permits, reader), count=choices
-            )
-        )
+
+        def use(model: Model, permits: Sequence[Permit]) -> Awaitable[list[Answer]]:
+            return model.generate(request, permits, reader)
+
+        return await self._run(partial(self._use, request, CHAT, use, count=choices))
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return the vector of each input of a pinned or the main model. Cancelling the caller cancels the work.
@@ -554,8 +554,13 @@ class ModelManager:
         async def admit(model: Model) -> T:
             if request.caller.patient:
                 await model.admission.until_room(count)
-            with model.admission.admitting(count, slot_free_s=lambda: model.slot_free_s) as permits:
+            permits = model.admission.admit(count, slot_free_s=lambda: model.slot_free_s)
+            try:
                 return await use(model, permits)
+            except BaseException:
+                for permit in permits:
+                    permit.release()
+                raise
 
         while True:
             model = self._residents.now.named(name, kinds, local=local)

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from lmx_lab.engine.admission import LOAD_FIRST, AdmissionControl, Permit
 from lmx_lab.engine.memory import Budget
 from lmx_lab.engine.requests import (
     ChatPrompt,
@@ -31,9 +30,9 @@ from lmx_lab.engine.requests import (
     RerankRequest,
     TraceRequest,
 )
-from lmx_lab.engine.scheduler import Turns
+from lmx_lab.engine.scheduler import LOAD_FIRST, AdmissionControl, Permit, Turns, deadline
 from lmx_lab.engine.stream import Answer, Origin
-from lmx_lab.engine.texts import Jobs, TextJob, TextTokens, cosines, deadline, shorten
+from lmx_lab.engine.texts import Jobs, TextJob, TextTokens, cosines, shorten
 from lmx_lab.engine.validation import check_characters, check_dimensions, check_messages, check_token_ids
 from lmx_lab.errors import EngineError, InvalidRequestError, LabError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
@@ -339,7 +338,7 @@ class LoadedModel(ABC, Generic[Row]):
             OutOfMemoryError, EngineDeadError: the model was lost.
         """
         tokenizer, answers = self._chat()
-        arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
+        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
         async with self._accepting(permits[0], arrived_at, timeout_s):
             generations = await self._prepare(
                 tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
@@ -388,7 +387,7 @@ class LoadedModel(ABC, Generic[Row]):
             QueueFullError: the texts of all requests together are too long.
         """
         check_dimensions(request.dimensions, self._dimensions, self.entry)
-        arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
+        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
         with self._tokenizing(request.inputs):
             async with self._accepting(permit, arrived_at, timeout_s):
                 texts = await self._read_texts(
@@ -407,7 +406,7 @@ class LoadedModel(ABC, Generic[Row]):
 
         A reranker scores pairs of the query and a document; an embedding model compares their vectors.
         """
-        arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
+        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
         by_pairs = self.entry.kind == "rerank"
         documents: Sequence[str] = request.documents
         truncate = request.truncate or request.max_document_tokens is not None
@@ -536,9 +535,6 @@ class LoadedModel(ABC, Generic[Row]):
         if self._tokenizer is None or self._answers is None:
             raise NotLoadedError(f"{self.entry.id} is not a chat model; {LOAD_FIRST}")
         return self._tokenizer, self._answers
-
-    def _timeout_s(self, request: GenerationRequest | EmbeddingRequest | RerankRequest | TraceRequest) -> float:
-        return request.timeout_s or self._settings.request_timeout_s
 
     @contextlib.asynccontextmanager
     async def _accepting(self, permit: Permit, arrived_at: float, timeout_s: float) -> AsyncIterator[None]:

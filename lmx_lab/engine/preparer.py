@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.requests import AnswerStart, ChatPrompt, GenerationRequest, InfillPrompt, TextPrompt, TokenPrompt
+from lmx_lab.engine.scheduler import Permit
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.chat_format_detection import CONTINUED, TAIL_TOKENS, ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode, TextSplitter
@@ -28,6 +28,7 @@ from lmx_lab.engine.validation import (
 )
 from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.values.models import ModelEntry
+from lmx_lab.values.timeline import StepLog
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import InfillTokens
 
@@ -163,7 +164,7 @@ async def prepare(
             grammar=matchers if isinstance(matchers, str) else None,
             constraint=_constraint(tokenizer, request, thinking, matcher),
             splitter=TextSplitter(tokenizer.decode, request.stop, channel_format, min_tokens=request.min_tokens),
-            mailbox=Mailbox(reader, arrived_at),
+            mailbox=Mailbox(reader, StepLog(arrived_at)),
             permit=permit,
             arrived_at=arrived_at,
             timeout_s=timeout_s,
@@ -314,8 +315,7 @@ async def _start_tokens(tokenizer: Tokenizer[Row], request: GenerationRequest, s
     """
     tokens = list(start.answer)
     if start.token is not None:
-        tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        if tools is not None and tools.forced:
+        if request.tools is not None and request.tools.forced:
             raise InvalidRequestError(
                 "the request forces a tool call, whose tokens its grammar chooses; continue an answer to a request "
                 "without tool_choice",

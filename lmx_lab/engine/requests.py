@@ -224,6 +224,11 @@ class GenerationRequest:
     caller: Caller = Caller()
 
     @property
+    def tools(self) -> ToolUse | None:
+        """The tools that the model may call; None if there are none."""
+        return self.prompt.tools if isinstance(self.prompt, ChatPrompt) else None
+
+    @property
     def scope(self) -> str:
         """Whose cached prefixes it may use, besides those in ``SHARED``, and add to."""
         return SHARED if self.share_prefix else self.caller.scope

@@ -1,7 +1,11 @@
-"""Decide which request runs next, by order of arrival, slots and deadlines. Pure: the caller passes the time.
+"""Admit requests to a loaded model, and decide which of them runs next, by order of arrival, slots and deadlines.
+
+Each request holds a permit. The engine checks the permit when it queues the request, and releases it when the request
+has ended. All engines therefore count queued and running requests in the same way, and an unload can wait for the end
+of the requests without asking the engine.
 
 A request is *queued*, then *running* (first its prompt is computed, then it decodes), then removed. The engine carries
-out these decisions. The number of queued requests is limited earlier, in ``engine.admission``.
+out the decisions of ``Scheduler``, which is pure: the caller passes the time.
 
 If a client that has no slot waits while another client has several, a running request of the latter can be *paused*:
 it waits in the queue again, and the first request of the waiting client gets its slot. Without this, a few long answers
@@ -11,12 +15,20 @@ because that would only cost time.
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
+from lmx_lab.errors import GenerationTimeoutError, LabError, NotLoadedError, QueueFullError
+
+LOAD_FIRST = "load one first: lab.load(...), lmx-lab load or POST /admin/models/load"
 Key = TypeVar("Key", bound=Hashable)
 SHORT_PROMPT_TOKENS = 256
 NEWEST_WEIGHT = 0.2
@@ -149,7 +161,7 @@ class Scheduler(Generic[Key]):
         Args:
             can_pause: Returns whether the engine can pause a request that decodes.
         """
-        if not self._queued:
+        if not self._queued or len(self._running) < self.slots:
             return None
         if (starting := next((key for key in self._without_slot() if now >= self._pause_at(key)), None)) is None:
             return None
@@ -233,3 +245,141 @@ class SlotTimes:
         if self._mean_s is None:
             return max(1.0, at_most_s) if at_most_s < float("inf") else 1.0
         return max(1.0, min(at_most_s, max(self._mean_s, oldest_s) / running))
+
+
+# Admission
+
+
+@dataclass(eq=False)
+class Permit:
+    """Permission for one request to be queued and computed."""
+
+    admission: AdmissionControl
+    released: bool = False
+    """Whether the request has ended."""
+
+    def check(self) -> None:
+        """Check that the model still accepts this request. Called when the request is queued.
+
+        Raises:
+            NotLoadedError: the model is being unloaded, and requests that wait are not served first.
+        """
+        if (error := self.admission.queueing_error) is not None:
+            raise error
+
+    def release(self) -> None:
+        """Record that the request has ended. Idempotent; may be called from any thread."""
+        if self.released:
+            return
+        self.released = True
+        admission = self.admission
+        with admission._lock:
+            admission.active -= 1
+            admission.used_at = time.perf_counter()
+            idle = admission.active == 0
+            watchers, admission._watchers = admission._watchers, []
+        for watcher in watchers:
+            if watcher.set_running_or_notify_cancel():
+                watcher.set_result(None)
+        if idle:
+            admission._on_idle()
+
+
+class AdmissionControl:
+    """Counts the requests of one model in memory, and refuses those beyond the limit. Thread-safe.
+
+    Args:
+        model: Id of the model, for messages.
+        limit: Number of requests that may wait or run at the same time.
+        on_idle: Called after the last request has ended, on the thread that releases its permit.
+    """
+
+    def __init__(self, model: str, *, limit: int, on_idle: Callable[[], None] = lambda: None) -> None:
+        self.model = model
+        self.limit = limit
+        self.active = 0
+        """Number of requests that were accepted and have not ended."""
+        self.used_at = time.perf_counter()
+        """Time at which a request was last accepted or ended (``time.perf_counter``)."""
+        self.queueing_error: LabError | None = None
+        """Error for requests that were accepted but not queued yet; None while they may be queued."""
+        self._on_idle = on_idle
+        # Reentrant: a request that is garbage-collected while this thread holds the lock releases its permit.
+        self._lock = threading.RLock()
+        self.closed = False
+        """Whether new requests are refused. Set by ``close`` and ``reopen``."""
+        self._watchers: list[Future[None]] = []
+
+    def admit(self, count: int, *, slot_free_s: Callable[[], float] = lambda: 1.0) -> list[Permit]:
+        """Accept a request for ``count`` answers, all or none; return one permit for each answer.
+
+        Args:
+            slot_free_s: Returns the estimated time until the queue has room, for the error.
+
+        Raises:
+            NotLoadedError: the model is being unloaded.
+            QueueFullError: the limit would be exceeded.
+        """
+        with self._lock:
+            if self.closed:
+                raise NotLoadedError(f"{self.model} is being unloaded; {LOAD_FIRST}")
+            if self.active + count > self.limit:
+                retry_after_s = slot_free_s()
+                raise QueueFullError(
+                    f"{self.active} requests for {self.model} are running or queued, and the limit is {self.limit} "
+                    f"(slots and queue_limit); try again in {retry_after_s:.0f} s",
+                    retry_after_s=retry_after_s,
+                )
+            self.active += count
+            self.used_at = time.perf_counter()
+        return [Permit(self) for _ in range(count)]
+
+    def touch(self) -> None:
+        """Count this moment as the last use of the model."""
+        self.used_at = time.perf_counter()
+
+    def close(self, error: LabError | None) -> None:
+        """Refuse new requests until ``reopen`` is called.
+
+        Args:
+            error: Error for requests that were accepted but not queued yet; None lets them be queued.
+        """
+        self.queueing_error = error
+        self.closed = True
+
+    def reopen(self) -> None:
+        """Accept requests again."""
+        self.closed = False
+        self.queueing_error = None
+
+    async def until_at_most(self, count: int) -> None:
+        """Wait until at most ``count`` requests are left."""
+        while True:
+            with self._lock:
+                if self.active <= max(0, count):
+                    return
+                change: Future[None] = Future()
+                self._watchers.append(change)
+            await asyncio.wrap_future(change)
+
+    async def until_room(self, count: int) -> None:
+        """Wait until ``count`` more requests would not exceed the limit."""
+        await self.until_at_most(self.limit - count)
+
+
+@asynccontextmanager
+async def deadline(arrived_at: float, timeout_s: float, remedy: str = "send a shorter request") -> AsyncIterator[None]:
+    """Cancel the block ``timeout_s`` after ``arrived_at`` (``time.perf_counter``).
+
+    Args:
+        remedy: What the caller can do, for the error.
+
+    Raises:
+        GenerationTimeoutError: the block did not end in time.
+    """
+    until = asyncio.get_running_loop().time() + arrived_at + timeout_s - time.perf_counter()
+    try:
+        async with asyncio.timeout_at(until):
+            yield
+    except TimeoutError:
+        raise GenerationTimeoutError.after(timeout_s, remedy) from None

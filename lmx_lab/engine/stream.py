@@ -7,10 +7,9 @@ most the text of one generation.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
@@ -25,31 +24,27 @@ Outcome = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 Item = Delta | PromptProgress | PromptScores | GenerationReport | LabError
 
 
+@dataclass(eq=False)
 class Mailbox:
-    """The items of one generation that its reader has not read yet. Belongs to the event loop ``loop``.
+    """The items of one generation that its reader has not read yet. Belongs to the event loop ``loop``."""
 
-    Args:
-        arrived_at: When the request arrived; by default now.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, arrived_at: float | None = None) -> None:
-        self.loop = loop
-        self.steps = StepLog(time.perf_counter() if arrived_at is None else arrived_at)
-        """The engine's steps for the generation. Unlike the items, the engine writes them directly."""
-        self.changed = asyncio.Event()
-        self.end: GenerationReport | LabError | None = None
-        self.progress: PromptProgress | None = None
-        self.scores: PromptScores | None = None
-        self._deltas: list[Delta] = []
+    loop: asyncio.AbstractEventLoop
+    steps: StepLog
+    """The engine's steps for the generation. Unlike the items, the engine writes them directly."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    end: GenerationReport | LabError | None = None
+    progress: PromptProgress | None = None
+    scores: PromptScores | None = None
+    deltas: list[Delta] = field(default_factory=list)
 
     def deliver(self, item: Item) -> None:
         """Add an item. Called on ``loop``, in order; a report or an error is the last one."""
         match item:
             case Delta():
-                self._deltas.append(item)
+                self.deltas.append(item)
                 # More are merged for a slow reader.
-                if len(self._deltas) > 64:
-                    self._deltas = [merge_deltas(self._deltas)]
+                if len(self.deltas) > 64:
+                    self.deltas = [merge_deltas(self.deltas)]
             case PromptProgress():
                 self.progress = item
                 return
@@ -62,9 +57,9 @@ class Mailbox:
 
     def take(self) -> Delta | None:
         """Return everything since the last call as one delta; None if there is nothing to show."""
-        if not self._deltas:
+        if not self.deltas:
             return None
-        deltas, self._deltas = self._deltas, []
+        deltas, self.deltas = self.deltas, []
         # Nearly always there is only one.
         delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
         return delta if delta.tokens or delta.ids or delta.has_content else None
@@ -114,10 +109,14 @@ class Answer:
         """All deltas that were read; None if they are not kept, which is the default."""
         self.tokens = 0
         """Number of tokens that were read."""
+        self.steps = mailbox.steps
+        """The engine's steps for the generation so far."""
         self._mailbox = mailbox
         self._cancel = cancel
         self._closed = False
-        self._observe: Observer | None = None
+        self.on_end: Observer | None = None
+        """Called exactly once at the end, on the answer's loop, unless the loop is closed. The answer ends when it was
+        read completely, fails, is closed or is deleted."""
 
     @property
     def report(self) -> GenerationReport | None:
@@ -142,11 +141,6 @@ class Answer:
         return self._mailbox.progress
 
     @property
-    def steps(self) -> StepLog:
-        """The engine's steps for the generation so far."""
-        return self._mailbox.steps
-
-    @property
     def prompt_scores(self) -> PromptScores | None:
         """The scores of a request with ``score_prompt``; set before the first delta, or before the end."""
         return self._mailbox.scores
@@ -161,13 +155,6 @@ class Answer:
             raise EngineError("the generation ended without a report")
         return self.report
 
-    def on_end(self, observe: Observer) -> None:
-        """Call a function exactly once at the end, on the answer's loop, unless the loop is closed.
-
-        The answer ends when it was read completely, fails, is closed or is deleted.
-        """
-        self._observe = observe
-
     def __aiter__(self) -> Self:
         return self
 
@@ -180,13 +167,13 @@ class Answer:
                     self.deltas.append(delta)
                 return delta
             if isinstance(mailbox.end, LabError):
-                self._end("error", mailbox.end.code)
+                self._end(is_failure=True)
                 raise mailbox.end
             if mailbox.end is not None:
                 break
             mailbox.changed.clear()
             await mailbox.changed.wait()
-        self._end(self._outcome)
+        self._end()
         raise StopAsyncIteration
 
     async def read(self) -> Delta:
@@ -202,12 +189,14 @@ class Answer:
         """Cancel the generation if it has not ended. Idempotent."""
         self._stop()
         self._mailbox.changed.set()
-        self._end(self._outcome)
+        self._end()
 
     def close(self) -> None:
         """Do the same as ``aclose``, from any thread. No reader may be waiting for a delta."""
         self._stop()
-        self._end_later()
+        if self.on_end is not None:
+            with suppress(RuntimeError):  # The loop is closed, so the observer is not needed anymore.
+                self._mailbox.loop.call_soon_threadsafe(self._end)
 
     async def __aenter__(self) -> Self:
         return self
@@ -220,7 +209,7 @@ class Answer:
     def __del__(self) -> None:
         # The observer is not called directly: a finalizer may run while this thread holds a lock that the observer
         # acquires.
-        if not self._closed or self._observe is not None:
+        if not self._closed or self.on_end is not None:
             self.close()
 
     def _stop(self) -> None:
@@ -229,20 +218,20 @@ class Answer:
             if self._mailbox.end is None:
                 self._cancel()
 
-    @property
-    def _outcome(self) -> Outcome:
-        """The outcome of an answer that is not read any further, and may have ended before."""
-        return self.report.finish_reason if self.report else "cancelled"
+    def _end(self, *, is_failure: bool = False) -> None:
+        """Call the observer.
 
-    def _end(self, outcome: Outcome, code: str | None = None) -> None:
-        observe, self._observe = self._observe, None
-        if observe is not None:
-            observe(self, outcome, code)
-
-    def _end_later(self) -> None:
-        if self._observe is not None:
-            with suppress(RuntimeError):  # The loop is closed, so the observer is not needed anymore.
-                self._mailbox.loop.call_soon_threadsafe(lambda: self._end(self._outcome))
+        Args:
+            is_failure: Whether the reader gets the error of the generation, if there is one.
+        """
+        observe, self.on_end = self.on_end, None
+        if observe is None:
+            return
+        end = self._mailbox.end
+        if isinstance(end, LabError) and is_failure:
+            observe(self, "error", end.code)
+        else:
+            observe(self, end.finish_reason if isinstance(end, GenerationReport) else "cancelled", None)
 
 
 Observer = Callable[[Answer, Outcome, str | None], None]

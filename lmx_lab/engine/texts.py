@@ -6,14 +6,13 @@ Traces are jobs as well. A job runs beside the answers, and ends exactly once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmx_lab.engine.admission import Permit
-from lmx_lab.errors import EngineError, GenerationTimeoutError, LabError
+from lmx_lab.engine.scheduler import Permit
+from lmx_lab.errors import EngineError, LabError
 from lmx_lab.values.outputs import EncodeReport
 
 if TYPE_CHECKING:
@@ -150,24 +149,6 @@ class Jobs:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-
-@contextlib.asynccontextmanager
-async def deadline(arrived_at: float, timeout_s: float, remedy: str = "send a shorter request") -> AsyncIterator[None]:
-    """Cancel the block ``timeout_s`` after ``arrived_at`` (``time.perf_counter``).
-
-    Args:
-        remedy: What the caller can do, for the error.
-
-    Raises:
-        GenerationTimeoutError: the block did not end in time.
-    """
-    until = asyncio.get_running_loop().time() + arrived_at + timeout_s - time.perf_counter()
-    try:
-        async with asyncio.timeout_at(until):
-            yield
-    except TimeoutError:
-        raise GenerationTimeoutError.after(timeout_s, remedy) from None
 
 
 def shorten(vectors: Vectors, dimensions: int | None) -> Vectors:

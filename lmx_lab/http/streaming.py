@@ -16,7 +16,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from lmx_lab.http import Limits
-from lmx_lab.sanitize import escape_line_ends
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,6 +118,17 @@ class EventStream(StreamingResponse):
                 await asyncio.sleep(min(rest_s, 4 * CHECK_S))
             else:
                 await watch.send(send(_part(self._keep_alive())))
+
+
+def escape_line_ends(text: str) -> str:
+    """Escape U+0085, U+2028 and U+2029 in JSON.
+
+    JSON allows them, but clients that split a stream into lines as ``str.splitlines`` does, such as httpx and
+    ollama-python, would end a line within a string.
+    """
+    if text.isascii():
+        return text
+    return text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def comment(text: str) -> str:

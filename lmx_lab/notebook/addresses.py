@@ -79,7 +79,7 @@ class Addresses:
     settings: Settings
     port: int
 
-    @property
+    @cached_property
     def url(self) -> str:
         """The address for programs on this machine."""
         return urls.local_url(self.settings.host.strip("[]"), self.port)
@@ -136,16 +136,13 @@ class Addresses:
         )
 
     def live_policy(self) -> Callable[[], GuardPolicy]:
-        """Return a function that returns the policy for a request. On all interfaces, the policy is updated when the
-        machine's names or addresses change.
+        """Return a function that returns the policy for a request. The policy is updated when the machine's names or
+        addresses change, if they are a part of it.
 
         Raises:
             InvalidRequestError: as ``policy``.
         """
-        if self._uses_all_interfaces:
-            return LivePolicy(self.policy, self._own_names)
-        policy = self.policy()
-        return lambda: policy
+        return LivePolicy(self.policy, self._own_names)
 
     def _own_names(self) -> list[str]:
         if not self._uses_all_interfaces:

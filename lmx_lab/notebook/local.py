@@ -302,7 +302,7 @@ class LocalServer:
             events_panel,
             settings=self.settings,
             explicit_port=explicit_port,
-            upstream_url=self.url,
+            upstream_url=self.addresses.url,
             upstream_api_key=self.settings.api_key,
             upstream_headers=self.services.inference.recording.own_headers,
             tools=tools,
@@ -313,11 +313,6 @@ class LocalServer:
         return daemon
 
     # Description
-
-    @property
-    def url(self) -> str:
-        """The address for programs on this machine."""
-        return self.addresses.url
 
     @property
     def port(self) -> int:
@@ -338,7 +333,7 @@ class LocalServer:
         model = "none loaded" if now.model is None else f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)"
         facts = {
             "LMX Lab": f"running on {self.place}" if self.running else "stopped",
-            "address": self.url,
+            "address": self.addresses.url,
             "LAN address": next(iter(self.addresses.lan_urls), ""),
             "announced as": self.announced_name,
             "browser address": self.addresses.proxy_url or self.addresses.browser_step or "",
@@ -389,7 +384,7 @@ class LocalBackend:
 
     @property
     def url(self) -> str:
-        return self._server.url
+        return self._server.addresses.url
 
     @property
     def api_key(self) -> str | None:

@@ -90,8 +90,7 @@ class AnswerRequest:
     """The result of parsing a request in any format."""
 
     prompts: Sequence[GenerationRequest]
-    """One request to the engine for each prompt, whose caller ``respond`` sets. Only the completions format has
-    several."""
+    """One request to the engine for each prompt, without the caller. Only the completions format has several."""
     writer: Callable[[str, str], AnswerWriter]
     """Creates the writer. Its arguments are the id of the model that answers, as the caller may see it, and the
     fingerprint of its engine (``Origin``)."""
@@ -115,8 +114,7 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
         LabError: the request was refused, or its answer failed before the first byte.
     """
     caller = service.caller_of(request)
-    prompts = [replace(prompt, caller=caller) for prompt in wanted.prompts]
-    choices = Choices(service, prompts, choices=wanted.choices, read=wanted.read)
+    choices = Choices(service, wanted.prompts, caller, choices=wanted.choices, read=wanted.read)
     headers = answer_headers(service, caller, wanted)
 
     def describe(error: LabError) -> ErrorDetail:
@@ -145,13 +143,13 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
 
 def answer_headers(service: InferenceService, caller: Caller, wanted: AnswerRequest) -> dict[str, str]:
     """Return the headers that describe how a request is treated."""
-    keywords = [wanted.names.renamed(name) for name in unenforced_keywords(wanted.prompts[0])]
+    keywords = map(wanted.names.renamed, unenforced_keywords(wanted.prompts[0]))
     return {**ignored_header([*wanted.ignored, *keywords]), **service.recording.answer_headers(own=bool(caller.own))}
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = [name for name in dict.fromkeys(names) if IGNORED_NAME.fullmatch(name)][:32]
+    shown = list(filter(IGNORED_NAME.fullmatch, dict.fromkeys(names)))[:32]
     return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
 
 
@@ -163,7 +161,7 @@ async def _refused(writer: StreamWriter, error: LabError, describe: Describe) ->
 class Choices:
     """The answers to one request: all choices of all of its prompts.
 
-    See ``AnswerRequest`` for the arguments.
+    See ``AnswerRequest`` for the arguments. The caller is the one that sent all prompts.
 
     At most as many prompts run at the same time as fill the engine's slots, so that a request does not fill the queue
     by itself. If an answer fails, the others are cancelled.
@@ -173,13 +171,14 @@ class Choices:
         self,
         service: InferenceService,
         prompts: Sequence[GenerationRequest],
+        caller: Caller,
         *,
         choices: int = 1,
         read: Callable[[Answer], AsyncIterator[Delta]] = aiter,
     ) -> None:
         self._service = service
         self._prompts = prompts
-        self._caller = prompts[0].caller
+        self._caller = caller
         self._choices = choices
         self._read = read
         self._concurrency = max(1, service.manager.settings.slots // choices)
@@ -307,8 +306,9 @@ class Choices:
 
     def _close(self) -> None:
         """Cancel the answers that are not read any further."""
-        for answer in self.running:
-            answer.close()
+        for answers in self._answers.values():
+            for answer in answers:
+                answer.close()
 
 
 # Functions that run several coroutines or streams at the same time. Unlike ``asyncio.gather``, they end only after all

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fastapi import FastAPI
+from starlette.routing import BaseRoute, Match
+from starlette.types import Receive, Send
+from starlette.types import Scope as RouteScope
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
@@ -23,16 +26,14 @@ from lmx_lab.server.completions import completion_routes
 from lmx_lab.server.embeddings import embedding_routes
 from lmx_lab.server.events import ServerEvent, event_routes
 from lmx_lab.server.health import health_routes
-from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.inference import InferenceService, RequestLog
 from lmx_lab.server.messages import messages_error, messages_routes
 from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.ollama import ollama_error, ollama_routes
 from lmx_lab.server.ollama_models import ollama_model_routes
 from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
-from lmx_lab.server.other_paths import OtherPaths
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.recording import Recording, SaveRecord
-from lmx_lab.server.request_log import RequestLog
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.responses import responses_routes
 from lmx_lab.server.timelines import timeline_routes
@@ -47,6 +48,10 @@ from lmx_lab.weights.programs import program_folders
 if TYPE_CHECKING:
     from lmx_lab.server.telemetry import RequestSpans
 
+PREFIXES = frozenset({"v1", "openai", "api"})
+"""First parts of paths that a base URL may lack, or have in addition."""
+ROUTE = "lmx_lab.route"
+"""Key in a request's scope: the route that answers it."""
 # Matches an absolute path of at least two parts that is neither a route of this server nor a part of a URL.
 _PATH = re.compile(r"(?<![\w:/.])/(?!(?:v\d|admin)/)(?:[^\s/'\":;,()]+/)+(?P<last>[^\s/'\":;,()]*)")
 
@@ -170,3 +175,49 @@ def without_paths(text: str, folders: Iterable[Path] = ()) -> str:
     for folder in sorted(map(str, folders), key=len, reverse=True):
         text = text.replace(f"{folder}/", "")
     return _PATH.sub(lambda match: match["last"] or "(a folder)", text)
+
+
+class OtherPaths(BaseRoute):
+    """The last route. It passes a request to the route with the most similar path, because clients build paths from a
+    base URL with or without ``/v1``. llama.cpp's server has most of its routes with and without ``/v1``, too.
+
+    Args:
+        routes: All other routes.
+    """
+
+    def __init__(self, routes: Sequence[BaseRoute]) -> None:
+        self._routes = list(routes)
+
+    def matches(self, scope: RouteScope) -> tuple[Match, RouteScope]:
+        prefix = scope.get("root_path", "")
+        path = scope["path"].removeprefix(prefix)
+        partial: tuple[Match, RouteScope] = (Match.NONE, {})
+        for similar in similar_paths(path):
+            changed = {"path": prefix + similar}
+            for route in self._routes:
+                match, found = route.matches({**scope, **changed})
+                if match is Match.FULL:
+                    return match, {**found, **changed, ROUTE: route}
+                if match is Match.PARTIAL and partial[0] is Match.NONE:
+                    partial = match, {**found, **changed, ROUTE: route}
+        return partial
+
+    async def handle(self, scope: RouteScope, receive: Receive, send: Send) -> None:
+        route: BaseRoute = scope[ROUTE]
+        await route.handle(scope, receive, send)
+
+
+def similar_paths(path: str) -> Iterator[str]:
+    """Yield other forms of a path: without empty parts, and with fewer prefixes or with ``/v1`` at the beginning."""
+    similar = re.sub("/+", "/", path).rstrip("/")
+    # Limited, because each path is compared with those of all routes.
+    for _ in range(3):
+        if not similar:
+            return
+        if similar != path:
+            yield similar
+        yield f"/v1{similar}"
+        first, slash, rest = similar[1:].partition("/")
+        if first not in PREFIXES:
+            return
+        similar = slash + rest

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -48,12 +49,16 @@ def chat_routes(service: InferenceService) -> APIRouter:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         # The writer must not refer to the body, whose memory is released before the answer.
         prompts: dict[int, Sequence[int]] | None = {} if body.return_token_ids else None
-        options: dict[str, Any] = {"logprobs": bool(body.logprobs), "include_usage": body.include_usage}
-        options["has_functions"] = bool(body.functions)
         wanted = AnswerRequest(
             prompts=[generation_request(body)],
-            writer=lambda model, fingerprint: ChatWriter(model, fingerprint, **options, prompts=prompts),
-            choices=body.choices,
+            writer=partial(
+                ChatWriter,
+                logprobs=bool(body.logprobs),
+                include_usage=body.include_usage,
+                prompts=prompts,
+                has_functions=bool(body.functions),
+            ),
+            choices=body.n or 1,
             stream=bool(body.stream),
             ignored=body.ignored(),
             read=aiter if prompts is None else keep_prompts(prompts),
@@ -108,6 +113,8 @@ class ChunkWriter:
         self._prompts = prompts
         self._ids = defaultdict[int, list[int]](list)
         """Ids of the tokens of each choice that no chunk contains yet."""
+        self._begun: set[int] = set()
+        """Indexes of the choices whose first chunk was written."""
         self._shared = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "object": self.object,
@@ -120,6 +127,10 @@ class ChunkWriter:
     def _token_ids(self, index: int) -> str:
         """Return the member of a chunk with the ids of the tokens since the last one, if they are requested."""
         return "" if self._prompts is None else f',"token_ids":{json_text(self._ids.pop(index, []))}'
+
+    def begin(self, index: int, prompt_tokens: int) -> Iterable[str]:
+        # Clients measure the time to the first token with the first chunk, so that chunk waits for the token.
+        return ()
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
@@ -147,13 +158,6 @@ class ChatWriter(ChunkWriter):
     def __init__(self, model: str, fingerprint: str, *, has_functions: bool = False, **options: Any) -> None:
         super().__init__(model, fingerprint, **options)
         self._has_functions = has_functions
-        self._waiting = set[int]()
-        """Indexes of the choices that have begun and wait for their first token."""
-
-    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
-        # Clients measure the time to the first token with the first chunk, so that chunk waits for the token.
-        self._waiting.add(index)
-        yield from ()
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
         """Yield the chunks of a delta: first its reasoning, then its text and its tool calls. An empty delta has none.
@@ -167,7 +171,7 @@ class ChatWriter(ChunkWriter):
         parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
         if delta.text:
             parts.append(f'{{"content":{json_text(delta.text)}}}')
-        for call in call_chunks(delta.tool_calls):
+        for call in call_chunks(delta.tool_calls) if delta.tool_calls else ():
             if not self._has_functions:
                 parts.append(f'{{"tool_calls":[{json_text(call)}]}}')
             elif call["index"] == 0:
@@ -200,8 +204,8 @@ class ChatWriter(ChunkWriter):
         return body.model_dump_json()
 
     def _first_chunk(self, index: int) -> Iterator[str]:
-        if index in self._waiting:
-            self._waiting.remove(index)
+        if index not in self._begun:
+            self._begun.add(index)
             prompt = (self._prompts or {}).get(index)
             end = "" if prompt is None else f',"prompt_token_ids":{json_text(prompt)}'
             yield self._chunk(index, '{"role":"assistant","content":""}', end=end)

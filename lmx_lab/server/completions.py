@@ -9,6 +9,7 @@ import codecs
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -84,12 +85,16 @@ def completion_routes(service: InferenceService) -> APIRouter:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
         # The writer must not refer to the body, whose memory is released before the answer.
         prompts: dict[int, Sequence[int]] | None = {} if body.return_token_ids else None
-        options: dict[str, Any] = {"logprobs": body.logprobs is not None, "include_usage": body.include_usage}
         read = with_echo if body.echo else aiter
         wanted = AnswerRequest(
             prompts=completion_requests(body),
-            writer=lambda model, fingerprint: CompletionWriter(model, fingerprint, **options, prompts=prompts),
-            choices=body.choices,
+            writer=partial(
+                CompletionWriter,
+                logprobs=body.logprobs is not None,
+                include_usage=body.include_usage,
+                prompts=prompts,
+            ),
+            choices=body.n or 1,
             stream=bool(body.stream),
             ignored=body.ignored(),
             read=read if prompts is None else keep_prompts(prompts, read),
@@ -105,7 +110,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
         wanted = AnswerRequest(
             prompts=prompts,
             writer=lambda model, _: LlamaWriter(model, settings, **shape),
-            choices=converted.choices,
+            choices=converted.n or 1,
             stream=bool(body.stream),
             ignored=ignored,
         )
@@ -140,11 +145,6 @@ class CompletionWriter(ChunkWriter):
         super().__init__(model, fingerprint, **options)
         self._writers = defaultdict[int, LogprobsWriter](LogprobsWriter)
         """Writers of the log-probabilities of each choice."""
-        self._begun: set[int] = set()
-        """The choices whose first chunk was written."""
-
-    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
-        yield from ()
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
         if self._prompts is not None:

@@ -1,12 +1,14 @@
-"""Submit the requests of routes and notebooks, and report the end of each request exactly once."""
+"""Submit the requests of routes and notebooks, and report the end of each request exactly once; log a line about it."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -29,7 +31,7 @@ from lmx_lab.engine.lookup import EMBEDDING, RERANK, Kinds
 from lmx_lab.engine.stream import Outcome
 from lmx_lab.errors import AdminForbiddenError, EngineError, LabError
 from lmx_lab.http.errors import client_of
-from lmx_lab.http.guard import is_local
+from lmx_lab.http.guard import Scope, is_local
 from lmx_lab.server.events import ServerEvent
 from lmx_lab.server.recording import Recorded, Recording, continued_request, request_from_json, with_seed
 from lmx_lab.server.timelines import TimelineLog
@@ -40,7 +42,9 @@ from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import StepLog
 from lmx_lab.wire.admin import RequestEvent
 
+log = logging.getLogger(__name__)
 NOT_RECORDED = Caller(local=True, own=None)
+READY_PATHS = ("/readyz", "/health")
 
 
 class TextResult(Protocol):
@@ -135,7 +139,8 @@ class InferenceService:
             LabError: see ``ModelManager.generate``.
         """
         caller = request.caller
-        if is_recorded := caller.own is not None and self.recording.includes(own=caller.own):
+        mode = self.recording.mode
+        if is_recorded := caller.own is not None and (mode == "all" or (mode == "own" and caller.own)):
             request = with_seed(request)
         try:
             for name in ("steer", "share_prefix"):
@@ -156,7 +161,7 @@ class InferenceService:
             recorded = Recorded(own=bool(caller.own), choice=at) if is_recorded else None
             if recorded is not None or self._keep_answers:
                 answer.deltas = []
-            answer.on_end(functools.partial(self._answered, recorded))
+            answer.on_end = functools.partial(self._answered, recorded)
             self.timelines.add(
                 answer.steps,
                 caller=caller,
@@ -363,3 +368,65 @@ class InferenceService:
         self._feed.publish(end.event)
         for observe in self._observers:
             observe(end)
+
+
+# The log of requests, whose lines ``lmx-lab serve`` prints
+
+
+class RequestLog:
+    """Combines the end of each request with the ends of its generations.
+
+    ``GET`` requests, such as those of panels, are logged only if they fail, and those of ``/readyz`` and ``/health``
+    never: 503 is their answer while no model is loaded. The methods are called on the server's event loop.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[str, list[RequestEnd]] = {}
+        """For each running request, the ends of its generations up to now."""
+
+    def begin(self, scope: Scope) -> None:
+        """Called at the start of a request."""
+        if log.isEnabledFor(logging.INFO):
+            self._ends[scope["lmx_lab.request_id"]] = []
+
+    def observe(self, end: RequestEnd) -> None:
+        """Called at the end of each generation, embedding and rerank."""
+        if (ends := self._ends.get(end.event.request_id)) is not None:
+            ends.append(end)
+
+    def end(self, scope: Scope, status: int | None) -> None:
+        """Called at the end of a request.
+
+        Args:
+            status: The HTTP status; None if the client disconnected before the response.
+        """
+        ends = self._ends.pop(scope["lmx_lab.request_id"], None)
+        if ends is None:
+            return
+        is_read = scope.get("method") in ("GET", "HEAD", "OPTIONS")
+        if not ends and is_read and (status is None or status < 400 or scope["path"] in READY_PATHS):
+            return
+        client = scope["client"][0] if scope.get("client") else "unknown client"
+        route = f"{scope.get('method', 'WebSocket')} {scope['path'][:80]}"
+        for text in [_describe_end(end, status) for end in ends] or [_describe_status(status)]:
+            log.info("%s  %s  %s", client, route, text)
+
+
+def _describe_end(end: RequestEnd, status: int | None) -> str:
+    event = end.event
+    if event.finish_reason == "error":
+        return "  ".join(part for part in (event.model, _describe_status(status), event.code) if part)
+    parts = [event.model, f"{event.prompt_tokens} tokens in"]
+    if event.kind == "chat":
+        parts[1] += f", {event.completion_tokens} out"
+    if isinstance(end.report, GenerationReport):
+        parts += [f"first token in {event.ttft_ms / 1e3:.2f} s", f"{event.tokens_per_second:.1f} tok/s"]
+    elif end.report is not None:
+        parts.append(f"{end.report.total_s:.2f} s")
+    return "  ".join([*parts, event.finish_reason])
+
+
+def _describe_status(status: int | None) -> str:
+    if status is None:
+        return "the client disconnected"
+    return f"{status} {HTTPStatus(status).phrase}" if status in HTTPStatus._value2member_map_ else str(status)

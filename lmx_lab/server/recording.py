@@ -65,10 +65,6 @@ class Recording:
         given = connection.headers.get(OWN_HEADER)
         return given is not None and hmac.compare_digest(given.encode(), self.own_headers[OWN_HEADER].encode())
 
-    def includes(self, *, own: bool) -> bool:
-        """Whether a request is recorded."""
-        return self.mode == "all" or (self.mode == "own" and own)
-
     def answer_headers(self, *, own: bool) -> dict[str, str]:
         """Return the headers that tell another client that its request is recorded."""
         return {"x-lmx-recorded": "1"} if self.mode == "all" and not own else {}

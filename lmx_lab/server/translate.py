@@ -308,13 +308,16 @@ def usage(prompts: Iterable[Sequence[GenerationReport]]) -> Usage:
     """Return the usage of all choices of all prompts of one answer. A prompt counts once, since it is computed once."""
     prompt = completion = reasoning = cached = disk_cached = 0
     for reports in prompts:
-        # All choices except the first take the whole prompt from the cache.
-        from_cache = min([report.cached_tokens for report in reports])
-        prompt += reports[0].prompt_tokens
+        from_cache, from_disk = reports[0].prompt_tokens, 0
+        prompt += from_cache
+        for report in reports:
+            # All choices except the first take the whole prompt from the cache.
+            from_cache = min(from_cache, report.cached_tokens)
+            from_disk = max(from_disk, report.disk_cached_tokens)
+            completion += report.output_tokens
+            reasoning += report.reasoning_tokens
         cached += from_cache
-        disk_cached += min(from_cache, max([report.disk_cached_tokens for report in reports]))
-        completion += sum([report.output_tokens for report in reports])
-        reasoning += sum([report.reasoning_tokens for report in reports])
+        disk_cached += min(from_cache, from_disk)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,

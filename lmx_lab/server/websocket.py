@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, WebSocket
@@ -20,8 +19,7 @@ from lmx_lab.engine import GenerationRequest
 from lmx_lab.errors import BodyTooLargeError, CallerError, InvalidRequestError, LabError, UnavailableError
 from lmx_lab.http.bodies import read_json
 from lmx_lab.http.errors import detail_for, validation_error
-from lmx_lab.http.streaming import SendWatch
-from lmx_lab.sanitize import escape_line_ends
+from lmx_lab.http.streaming import SendWatch, escape_line_ends
 from lmx_lab.server.answers import Choices, StreamWriter
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.translate import call_chunks, chat_logprobs, generation_request, json_text, socket_stats
@@ -58,7 +56,7 @@ def socket_routes(service: InferenceService, *, max_body_bytes: int) -> APIRoute
             try:
                 # The message is not kept in a variable, so that its memory is released once it is parsed.
                 request = await parse(await receive(socket, timeout_s=60), max_body_bytes, ChatRequest.model_validate)
-                if request.choices > 1:
+                if (request.n or 1) > 1:
                     raise InvalidRequestError(
                         f"n is {request.n}, but a WebSocket carries one answer; leave n out, or use POST "
                         "/v1/chat/completions",
@@ -133,7 +131,7 @@ async def send_answer(
     Raises:
         LabError: the request was refused.
     """
-    choices = Choices(service, [replace(request, caller=service.caller_of(socket))])
+    choices = Choices(service, [request], service.caller_of(socket))
     await choices.start()
     writer = writer_for(choices.model)
     watch = SendWatch(lambda: service.blocked_limit_s(choices.running))

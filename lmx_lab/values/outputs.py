@@ -133,7 +133,7 @@ def merge_deltas(deltas: Iterable[Delta]) -> Delta:
         tokens=tokens,
         logprobs=tuple(logprobs),
         reasoning="".join(reasoning),
-        tool_calls=merge_tool_calls(calls),
+        tool_calls=merge_tool_calls(calls) if calls else (),
         ids=tuple(ids),
     )
 

@@ -217,27 +217,27 @@ NESTED = (dict, list, tuple, Mapping)
 """Types of values that contain others. The abstract one is last, because checking it is slow."""
 
 
+@dataclass
 class Structure:
     """Counts the contents of JSON without parsing it. The counts are exact if the text is valid JSON."""
 
-    def __init__(self) -> None:
-        self.items = 0
-        """Number of commas: one for each item or member after the first of its list or object."""
-        self.members = 0
-        self.containers = 0
-        """Number of lists and objects."""
-        self.quotes = 0
-        self.depth = 0
-        """Largest number of lists and objects that are nested."""
-        self.has_long_number = False
-        """Whether a number has more than ``DIGITS_LIMIT`` digits."""
-        self.may_have_infinity = False
-        """Whether a number may exceed the largest float64."""
-        self._open = 0
-        """Number of lists and objects that have not ended."""
-        self._in_string = False
-        self._number = b""
-        """The unfinished number at the end of the last piece; it may continue in the next piece."""
+    items: int = 0
+    """Number of commas: one for each item or member after the first of its list or object."""
+    members: int = 0
+    containers: int = 0
+    """Number of lists and objects."""
+    quotes: int = 0
+    depth: int = 0
+    """Largest number of lists and objects that are nested."""
+    has_long_number: bool = False
+    """Whether a number has more than ``DIGITS_LIMIT`` digits."""
+    may_have_infinity: bool = False
+    """Whether a number may exceed the largest float64."""
+    unclosed: int = 0
+    """Number of lists and objects that have not ended."""
+    in_string: bool = False
+    number: bytes = b""
+    """The unfinished number at the end of the last piece; it may continue in the next piece."""
 
     @property
     def excess(self) -> str | None:
@@ -260,22 +260,22 @@ class Structure:
             # The piece ends within an escape; its second character belongs to it.
             piece = text[start : start + size + 1]
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        outside = self._number + b"".join(parts[self._in_string :: 2])
-        self._in_string ^= len(parts) % 2 == 0
+        outside = self.number + b"".join(parts[self.in_string :: 2])
+        self.in_string ^= len(parts) % 2 == 0
         self.quotes += len(parts) - 1
         self.items += outside.count(b",")
         self.members += outside.count(b":")
         opened = outside.count(b"[") + outside.count(b"{")
         self.containers += opened
         changes = memoryview(outside.translate(DEPTH_CHANGES, NOT_BRACKETS)).cast("b")
-        deepest = max(accumulate(changes, initial=self._open))
+        deepest = max(accumulate(changes, initial=self.unclosed))
         self.depth = max(self.depth, deepest)
-        self._open += opened - (len(changes) - opened)
+        self.unclosed += opened - (len(changes) - opened)
         self.has_long_number = self.has_long_number or LONG_NUMBER.search(outside) is not None
         self.may_have_infinity = self.may_have_infinity or LARGE_NUMBER.search(outside) is not None
         # The trailing characters of a number: digits, and the letter and sign of an exponent.
         tail = outside[-DIGITS_LIMIT:]
-        self._number = tail[len(tail.rstrip(b"0123456789+eE")) :]
+        self.number = tail[len(tail.rstrip(b"0123456789+eE")) :]
         return start + len(piece)
 
 

@@ -107,10 +107,6 @@ class GenerationFields(RequestModel):
         return self
 
     @property
-    def choices(self) -> int:
-        return self.n or 1
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -164,7 +160,9 @@ class Hints(RequestModel):
     def ignored(self) -> Iterator[str]:
         """Yield the names of the given hints."""
         given = self.model_fields_set
-        yield from (name for name in Hints.model_fields if name in given and getattr(self, name) is not None)
+        for name in Hints.model_fields:
+            if name in given and getattr(self, name) is not None:
+                yield name
         options = getattr(self, "stream_options", None)
         if options is not None and options.continuous_usage_stats:
             yield "stream_options.continuous_usage_stats"
@@ -243,15 +241,16 @@ class CompatibleFields(GenerationFields, Hints):
     @property
     def format(self) -> AnyFormat | None:
         """The required format of the answer, which the request may give under any name."""
-        if self.json_schema is not None:
-            return schema_format(self.json_schema)
-        kinds = ("json", "regex", "choice", "grammar")
-        forms = {kind: form for kind in kinds if (form := getattr(self, f"guided_{kind}")) is not None}
-        if self.grammar is not None:
-            return GrammarFormat.model_construct(type="grammar", grammar=self.grammar, syntax="gbnf")
-        if forms or self.structured_outputs is not None:
-            return StructuredOutputs.model_validate(forms or self.structured_outputs).format
-        return self.response_format
+        value: Any
+        name, value = next(iter(self._given("response_format").items()), ("", self.response_format))
+        if name == "json_schema":
+            return schema_format(value)
+        if name == "grammar":
+            return GrammarFormat.model_construct(type="grammar", grammar=value, syntax="gbnf")
+        if name.startswith("guided_"):
+            value = StructuredOutputs.model_validate({name.removeprefix("guided_"): value})
+        form: AnyFormat | None = value.format if isinstance(value, StructuredOutputs) else value
+        return form
 
     def setting(self, name: str) -> Any:
         """Return the value of a parameter, which the request may give under any of its names, or its default."""
@@ -259,11 +258,11 @@ class CompatibleFields(GenerationFields, Hints):
 
     def _given(self, name: str) -> dict[str, Any]:
         """Return the values of a parameter by the name under which they are given."""
-        given = {
-            each: value
-            for each in (name, *NAMES[name])
-            if each in self.model_fields_set and (value := getattr(self, each)) is not None
-        }
+        given = {}
+        for each in (name, *NAMES[name]):
+            # Any text is not a format.
+            if each in self.model_fields_set and not isinstance(value := getattr(self, each), TextFormat | None):
+                given[each] = value
         if "max_completion_tokens" in given:
             given.pop("max_tokens", None)
         return given
@@ -271,10 +270,7 @@ class CompatibleFields(GenerationFields, Hints):
     @model_validator(mode="after")
     def _check_parameters(self) -> Self:
         for name in NAMES:
-            given = self._given(name)
-            if isinstance(given.get("response_format"), TextFormat):
-                del given["response_format"]
-            (first, value), *others = given.items() or [(name, None)]
+            (first, value), *others = self._given(name).items() or [(name, None)]
             for other, differing in others:
                 if name == "response_format" or differing != value:
                     raise ValueError(f"{first} and {other} are two names of one parameter; send only one of them")

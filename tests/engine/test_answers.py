@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from lmx_lab.engine import Caller, GenerationRequest, TokenPrompt
-from lmx_lab.engine.admission import AdmissionControl
 from lmx_lab.engine.answers import Answers, Generation
-from lmx_lab.engine.scheduler import Turns, Verdict
+from lmx_lab.engine.scheduler import AdmissionControl, Turns, Verdict
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.errors import EngineError, GenerationTimeoutError, NotLoadedError
 from lmx_lab.values.outputs import GenerationReport
+from lmx_lab.values.timeline import StepLog
 
 pytestmark = pytest.mark.anyio
 PROMPT = [1, 2, 3]
@@ -34,7 +34,7 @@ class Computed:
             prompt=PROMPT,
             max_tokens=5,
             splitter=TextSplitter("".join, ()),
-            mailbox=Mailbox(asyncio.get_running_loop(), now),
+            mailbox=Mailbox(asyncio.get_running_loop(), StepLog(now)),
             permit=self.admission.admit(1)[0],
             arrived_at=now,
             timeout_s=timeout_s,

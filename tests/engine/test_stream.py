@@ -9,6 +9,7 @@ from lmx_lab.engine import Answer, GenerationRequest, TextPrompt
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import EngineError
 from lmx_lab.values.outputs import Delta, PromptProgress, ToolCallDelta
+from lmx_lab.values.timeline import StepLog
 from tests.support.asking import report
 
 pytestmark = pytest.mark.anyio
@@ -20,10 +21,10 @@ class Watched:
     def __init__(self):
         self.ends = []
         self.cancelled = 0
-        self.mailbox = Mailbox(asyncio.get_running_loop())
+        self.mailbox = Mailbox(asyncio.get_running_loop(), StepLog(0.0))
         request = GenerationRequest(prompt=TextPrompt(text="hello"))
         self.answer = Answer(self.mailbox, self._cancel, request=request, model="tiny", prompt=(1, 2, 3))
-        self.answer.on_end(lambda answer, outcome, code: self.ends.append((outcome, code, answer.tokens)))
+        self.answer.on_end = lambda answer, outcome, code: self.ends.append((outcome, code, answer.tokens))
 
     def _cancel(self):
         self.cancelled += 1

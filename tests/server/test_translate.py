@@ -72,7 +72,7 @@ def test_null_is_the_default(make):
     converted = generation_request(request) if make is chat else completion_requests(request)[0]
     assert converted.sampling == Sampling(temperature=0.7 if make is chat else 1.0)
     assert converted.max_tokens == (4096 if make is chat else 16)
-    assert request.choices == 1
+    assert request.n is None
     assert (converted.stop, converted.ignore_eos, converted.top_logprobs) == ((), False, None)
     assert (converted.answer_format, converted.thinking_budget) == (None, None)
     if isinstance(converted.prompt, ChatPrompt):
@@ -234,7 +234,7 @@ def test_empty_stop_strings_mean_none(given, expected):
 
 
 def test_best_of_must_equal_n():
-    assert completion(best_of=3, n=3).choices == 3
+    assert completion(best_of=3, n=3).n == 3
     assert refusal(completion, best_of=2) == "best_of"
 
 

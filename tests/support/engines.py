@@ -30,14 +30,13 @@ from lmx_lab.engine import (
     Tool,
     ToolUse,
 )
-from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.engines import engine_for
 from lmx_lab.engine.llama_cpp.engine import LlamaModel
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.memory import Budget
 from lmx_lab.engine.model import Engine, EngineHost, LoadedModel
 from lmx_lab.engine.sandbox import shared_pool
-from lmx_lab.engine.scheduler import Turns
+from lmx_lab.engine.scheduler import Permit, Turns
 from lmx_lab.engine.speeds import Speeds
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import LabError, NotLoadedError
@@ -144,9 +143,13 @@ class Loaded:
         """Admit a request, and accept it on the loop of the model."""
 
         async def admit() -> T:
-            admission = self.model.admission
-            with admission.admitting(count, slot_free_s=lambda: self.model.slot_free_s) as permits:
+            permits = self.model.admission.admit(count, slot_free_s=lambda: self.model.slot_free_s)
+            try:
                 return await use(permits)
+            except BaseException:
+                for permit in permits:
+                    permit.release()
+                raise
 
         if asyncio.get_running_loop() is self._loop:
             return await admit()

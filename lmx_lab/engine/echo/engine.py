@@ -15,7 +15,6 @@ from importlib.metadata import version
 import numpy as np
 from llguidance import LLMatcher
 
-from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Answers, Generation, shared_length
 from lmx_lab.engine.echo.model import (
     BEGIN,
@@ -40,9 +39,8 @@ from lmx_lab.engine.requests import (
     Prompt,
     TextPrompt,
     TokenPrompt,
-    ToolUse,
 )
-from lmx_lab.engine.scheduler import Turns, Verdict
+from lmx_lab.engine.scheduler import Permit, Turns, Verdict
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode
 from lmx_lab.engine.text.tool_prompt import START, write_tools_as_text
@@ -103,7 +101,7 @@ class EchoTokenizer:
             raise no_steering_error("the echo engine")
         check_samplers(request.sampling, "the echo engine")
         if self.script is not None:
-            tools = _tools(request)
+            tools = request.tools
             offered = [tool.name for tool in tools.tools if tools.only in (None, tool.name)] if tools else []
             for name, _ in self.script.calls:
                 if name not in offered:
@@ -164,7 +162,7 @@ class EchoTokenizer:
         return "possible" if thinks else "closed"
 
     async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
-        return await self.grammars.matchers(grammar, count, _tools(request))
+        return await self.grammars.matchers(grammar, count, request.tools)
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> EchoRow:
         script, pace, asked = self.script, self.tokens_per_s, request.prompt
@@ -211,10 +209,6 @@ class EchoTokenizer:
             # The grammar chooses the arguments.
             return f'{START}\n{{"name": {json.dumps(name)}, "arguments": {{'
         return content
-
-
-def _tools(request: GenerationRequest) -> ToolUse | None:
-    return request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
 
 
 @dataclass(kw_only=True, eq=False)

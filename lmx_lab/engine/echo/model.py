@@ -93,8 +93,7 @@ class EchoVocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text; names of special tokens in it are ordinary text."""
-        ids = self._ids
-        return [ids[piece] for piece in PIECE.findall(text.encode())]
+        return list(map(self._ids.__getitem__, PIECE.findall(text.encode())))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens without special ones. Incomplete characters become U+FFFD."""

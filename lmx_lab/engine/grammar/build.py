@@ -61,15 +61,13 @@ def build_grammar(
     reasoning: ReasoningSection | None,
     *,
     markers: Mapping[str, Marker],
-) -> str | None:
-    """Build the grammar in llguidance's format; None if any text is allowed.
+) -> str:
+    """Build the grammar in llguidance's format, for a requested format, for tools, or for both.
 
     Args:
         tools: Tools that may or must be called in the generic format; None if no grammar applies to calls.
         markers: Markers of the generic format, if they are special tokens.
     """
-    if answer_format is None and tools is None:
-        return None
     lark = _Lark([], [])
     if answer_format is not None:
         match answer_format.kind:

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.llama_cpp.completion import EXACT_TOKENS, AnswerReader, is_repeatable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
@@ -36,6 +35,7 @@ from lmx_lab.engine.llama_cpp.tokenizer import GgufTokenizer, LlamaTokenizer
 from lmx_lab.engine.memory import default_threads, prefix_cache_bytes, total_bytes
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings
+from lmx_lab.engine.scheduler import Permit
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, detect_chat_format
 from lmx_lab.engine.texts import TextJob, TextTokens
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, try_template

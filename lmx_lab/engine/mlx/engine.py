@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from lmx_lab.engine.admission import Permit
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.mlx import memory
@@ -34,7 +33,8 @@ from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
 from lmx_lab.engine.preparer import Tokenizer, encode_prompt, token_of
 from lmx_lab.engine.requests import GenerationRequest, Prompt, TraceRequest
-from lmx_lab.engine.texts import TextJob, TextTokens, deadline
+from lmx_lab.engine.scheduler import Permit, deadline
+from lmx_lab.engine.texts import TextJob, TextTokens
 from lmx_lab.engine.tokenizing.encoder import SHORT_CHARACTERS
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files, read_tokens
 from lmx_lab.engine.tokenizing.templates import try_templates_of
@@ -215,7 +215,7 @@ class MlxChat(MlxModel):
 
     async def trace(self, request: TraceRequest, permit: Permit) -> asyncio.Task[Trace]:
         tokenizer, _ = self._chat()
-        arrived_at, timeout_s = time.perf_counter(), self._timeout_s(request)
+        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
         async with self._accepting(permit, arrived_at, timeout_s):
             tokens, clean = [
                 [] if prompt is None else await self._trace_tokens(tokenizer, prompt)

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from lmx_lab.engine.admission import LOAD_FIRST
 from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas
 from lmx_lab.engine.encoders import LoadedEncoder
@@ -30,6 +29,7 @@ from lmx_lab.engine.mlx.prefill import PREFILL_STEP_S
 from lmx_lab.engine.mlx.sampling import Samplers
 from lmx_lab.engine.mlx.tracing import TraceLoop
 from lmx_lab.engine.model import EngineHost, LoadedModel
+from lmx_lab.engine.scheduler import LOAD_FIRST
 from lmx_lab.errors import EngineDeadError, EngineError, LabError, NotLoadedError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport

@@ -153,7 +153,7 @@ class ChatFormat:
 
         Calls that a grammar enforces are written in the generic format, by any model.
         """
-        tools = _tools(request)
+        tools = request.tools
         if tools is None:
             return None
         own = self.own_calls
@@ -168,7 +168,7 @@ class ChatFormat:
         """Return how the answer divides into channels; None if all of it is content."""
         if not isinstance(request.prompt, ChatPrompt):
             return None
-        calls, tools = self.call_format(request), _tools(request)
+        calls, tools = self.call_format(request), request.tools
         # Between forced calls, an answer that was cut off may contain half a marker, which should not be visible.
         content = BETWEEN if tools is not None and tools.forced else CONTENT
         transitions: dict[str, list[tuple[str, str]]] = {before: list(to) for before, to in self.transitions.items()}
@@ -231,7 +231,9 @@ class ChatFormat:
             InvalidRequestError: the requested format cannot be enforced for this model or with these parameters.
         """
         calls = self.call_format(request)
-        tools = _tools(request) if calls is not None and calls.parse is None else None
+        tools = request.tools if calls is not None and calls.parse is None else None
+        if request.answer_format is None and tools is None:
+            return None
         reasoning = None
         if self.reasoning_markers is not None and state != "closed" and isinstance(request.prompt, ChatPrompt):
             start, end = (self.markers.get(marker, (marker,)) for marker in self.reasoning_markers)
@@ -241,13 +243,13 @@ class ChatFormat:
         except RecursionError as exc:
             # Possible only from a notebook: the depth of JSON over HTTP is limited.
             raise InvalidRequestError("a schema is nested too deeply to be read; flatten it") from exc
-        if grammar is not None and self.has_headers:
+        if self.has_headers:
             raise InvalidRequestError(
                 "answers of this model have headers, and no format can be enforced around them: leave out "
                 "response_format, and set tool_choice to auto",
                 param="response_format" if request.answer_format is not None else "tool_choice",
             )
-        if grammar is not None and request.ignore_eos:
+        if request.ignore_eos:
             raise InvalidRequestError(
                 "ignore_eos cannot be combined with response_format or enforced tool calls; leave one of them out",
                 param="ignore_eos",
@@ -272,10 +274,6 @@ class ChatFormat:
         start, end = self.reasoning_markers
         tail = tail.rstrip()
         return "open" if tail.endswith(start) else "closed" if tail.endswith(end) else "possible"
-
-
-def _tools(request: GenerationRequest) -> ToolUse | None:
-    return request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
 
 
 def detect_chat_format(tokenizer: Any) -> ChatFormat:

@@ -84,7 +84,8 @@ class Detokenizer:
     def finish(self) -> str:
         """Return the text that was held back; incomplete characters become U+FFFD."""
         piece, self._sent = self._text[self._sent :], len(self._text)
-        return self._return(piece)
+        self._returned += len(piece)
+        return piece
 
     def cut(self) -> str:
         """Return the text that was held back, as at the end. Tokens that follow are not decoded as a new text."""
@@ -109,10 +110,11 @@ class Detokenizer:
                 # Byte fallback: a character after an invalid byte.
                 piece = self._text[self._sent : -size] + valid
                 self._set_context(self._pending[-size:], valid)
-                return self._return(piece)
+                self._returned += len(piece)
+                return piece
         settled = max(self._sent, len(self._text) - min(invalid, MAX_MISSING))
-        piece = self._return(self._text[self._sent : settled])
-        self._sent = settled
+        piece, self._sent = self._text[self._sent : settled], settled
+        self._returned += len(piece)
         # A run that cannot be cut: the beginning of a character that was never completed, followed by tokens without
         # text.
         if len(self._pending) >= 2 * LONG_RUN:
@@ -128,10 +130,6 @@ class Detokenizer:
     def _set_context(self, context: list[Token], known: str) -> None:
         self._context, self._known = context, known
         self._pending, self._text, self._sent = [], "", 0
-
-    def _return(self, piece: str) -> str:
-        self._returned += len(piece)
-        return piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +166,7 @@ class TextSplitter(Generic[E]):
     ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._channels = None if channels is None else ChannelParser(channels, stops)
-        self._stops = StopStrings(stops) if self._channels is None else self._channels.stops
+        self.stops = StopStrings(stops) if self._channels is None else self._channels.stops
         self._missing_tokens = min_tokens
         """Number of tokens until stop strings are searched."""
         self.is_plain = channels is None and not stops
@@ -187,11 +185,6 @@ class TextSplitter(Generic[E]):
         """Number of tokens in the reasoning, including its end marker."""
 
     @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the answer; None if none did."""
-        return self._stops.found
-
-    @property
     def has_called(self) -> bool:
         """Whether at least the first delta of a tool call was returned."""
         return self._channels is not None and self._channels.has_called
@@ -202,10 +195,10 @@ class TextSplitter(Generic[E]):
         Args:
             count: Number of tokens that ``token`` stands for.
         """
-        self._stops.enabled = self._missing_tokens <= 0
+        self.stops.enabled = self._missing_tokens <= 0
         self._missing_tokens -= count
         if self._channels is None:
-            text, stopped = self._stops.feed(self._detokenizer.add(token))
+            text, stopped = self.stops.feed(self._detokenizer.add(token))
             if entry is not None:
                 self._add_entry(entry, self._detokenizer.start, self._detokenizer.length)
             self._passed += len(text)
@@ -228,17 +221,17 @@ class TextSplitter(Generic[E]):
     def finish(self) -> SplitText[E]:
         """Return the rest at the end of generation. A stop string can still be completed here."""
         if self._channels is None:
-            text, stopped = self._stops.feed(self._detokenizer.finish())
+            text, stopped = self.stops.feed(self._detokenizer.finish())
             if stopped:
                 self._passed += len(text)
                 return SplitText(text, True, self._take_entries(stopped=True))
-            return SplitText(text + self._stops.finish(), False, self._take_all_entries())
+            return SplitText(text + self.stops.finish(), False, self._take_entries(stopped=False, ended=True))
         outputs = [self._channels.feed(self._detokenizer.finish())]
         if not outputs[0].stopped:
             outputs.append(self._channels.finish())
         self._passed = self._channels.passed
         stopped = outputs[-1].stopped
-        return _join(outputs, self._take_entries(stopped=True) if stopped else self._take_all_entries())
+        return _join(outputs, self._take_entries(stopped=stopped, ended=not stopped))
 
     def _add_entry(self, entry: E, start: int, end: int) -> None:
         for earlier in reversed(self._waiting):
@@ -248,16 +241,12 @@ class TextSplitter(Generic[E]):
             earlier.end = end
         self._waiting.append(_WaitingEntry(entry, start, end))
 
-    def _take_entries(self, *, stopped: bool) -> tuple[E, ...]:
-        entries, waiting = [], self._waiting
-        while waiting and (waiting[0].end <= self._passed or (stopped and waiting[0].start < self._passed)):
+    def _take_entries(self, *, stopped: bool, ended: bool = False) -> tuple[E, ...]:
+        """Remove and return the entries whose text was returned or dropped; with ``ended``, all of them."""
+        entries, waiting, passed = [], self._waiting, self._passed
+        while waiting and (ended or waiting[0].end <= passed or (stopped and waiting[0].start < passed)):
             entries.append(waiting.popleft().entry)
         return tuple(entries)
-
-    def _take_all_entries(self) -> tuple[E, ...]:
-        entries = tuple(waiting.entry for waiting in self._waiting)
-        self._waiting.clear()
-        return entries
 
 
 def _join(outputs: Sequence[ChannelOutput], entries: tuple[E, ...]) -> SplitText[E]:

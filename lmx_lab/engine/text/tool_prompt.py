@@ -64,10 +64,12 @@ def write_tools_as_text(
         if results:
             written.append(_results_message(results))
             results = []
-        rest = {name: value for name, value in message.items() if name != "tool_calls"}
-        functions = [call["function"] for call in message.get("tool_calls") or ()]
-        texts = [f"{START}\n{_written_call(function['name'], function['arguments'])}\n{END}" for function in functions]
-        written.append({**rest, "content": "\n".join(filter(None, [rest["content"], *texts]))} if texts else rest)
+        rest = dict(message)
+        if calls := rest.pop("tool_calls", None):
+            functions = [call["function"] for call in calls]
+            texts = [f"{START}\n{_written_call(each['name'], each['arguments'])}\n{END}" for each in functions]
+            rest["content"] = "\n".join(filter(None, [rest["content"], *texts]))
+        written.append(rest)
     if results:
         written.append(_results_message(results))
     if tools is None:

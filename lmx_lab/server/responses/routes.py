@@ -259,7 +259,7 @@ async def _respond(
     if not body.background:
         return await respond(service, request, wanted)
     caller = service.caller_of(request)
-    choices = Choices(service, [replace(prompt, caller=caller)])
+    choices = Choices(service, [prompt], caller)
     with NAMES.in_errors():
         await while_connected(request, choices.start())
     writer = writer_for(choices.model)

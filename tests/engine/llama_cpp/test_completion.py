@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.engine import GenerationRequest, Sampling, TextPrompt
-from lmx_lab.engine.admission import AdmissionControl, Permit
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.llama_cpp.completion import (
     SEEDS,
@@ -19,11 +18,13 @@ from lmx_lab.engine.llama_cpp.completion import (
     set_decoding_at,
 )
 from lmx_lab.engine.llama_cpp.tokenizer import join_texts
+from lmx_lab.engine.scheduler import AdmissionControl, Permit
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from lmx_lab.values.outputs import Delta, PromptProgress, merge_tool_calls
+from lmx_lab.values.timeline import StepLog
 
 REQUEST = GenerationRequest(prompt=TextPrompt(text="a"))
 THOUGHTS = ChannelFormat(
@@ -45,7 +46,7 @@ class Answer:
             prompt=list(range(10)),
             max_tokens=100,
             splitter=TextSplitter(join_texts, request.stop, channel_format),
-            mailbox=Mailbox(loop, 100.0),
+            mailbox=Mailbox(loop, StepLog(100.0)),
             permit=Permit(AdmissionControl("m", limit=1)),
             arrived_at=100.0,
             timeout_s=60.0,

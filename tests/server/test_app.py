@@ -6,7 +6,7 @@ import httpx2
 import pytest
 from websockets.sync.client import connect
 
-from lmx_lab.server.other_paths import similar_paths
+from lmx_lab.server.app import similar_paths
 from tests.support.asking import echo_body
 from tests.support.labs import serving
 
