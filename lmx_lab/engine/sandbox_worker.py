@@ -27,7 +27,7 @@ from types import ModuleType
 
 def serve(script: str, connection: socket.socket, parent: int) -> None:
     """Answer messages until the connection is closed or the parent has ended."""
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     worker = _load("sandbox_script", script)
     heap = _load("heap", str(Path(__file__).parent.parent / "heap.py"))
     _limit(resource.RLIMIT_AS, worker.MEMORY_BYTES, worker.MEMORY_BYTES)
@@ -65,7 +65,7 @@ def _limit(kind: int, soft: int, hard: int) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def _exit_with_parent(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """End this process when its parent has ended, even while a message is being handled."""
     while os.getppid() == parent:
         time.sleep(1.0)

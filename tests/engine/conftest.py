@@ -119,7 +119,7 @@ async def reset(manager):
     """Wait until no request is left, and drop the prefix cache."""
     async with asyncio.timeout(60):
         await until_idle(manager)
-    await mlx_thread(manager).call(lambda thread: thread.free(2**60))
+    await mlx_thread(manager).call(lambda thread: thread.room.free(2**60))
 
 
 async def loaded_models(manager):

@@ -81,7 +81,7 @@ def mlx_thread(owner: ModelManager | MlxEngine) -> MlxThread:
 
 def generating(thread: MlxThread) -> GenerationLoop:
     """Return the loop of the only chat model in memory."""
-    (loop,) = thread._loops()
+    (loop,) = thread.room.loops
     return loop
 
 

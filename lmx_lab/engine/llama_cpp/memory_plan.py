@@ -6,6 +6,7 @@ Pure: computed from the header of the file.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,11 +164,8 @@ def _plan_for_chat(
 
     def longest_slot(size_bytes: int) -> int:
         """Return the largest context of a slot of this size, up to that of the model."""
-        low, high = 0, _rounded_up(model_context) // STEP_TOKENS
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if slot_bytes(middle * STEP_TOKENS) <= size_bytes else (low, middle - 1)
-        return low * STEP_TOKENS
+        longer = range(STEP_TOKENS, _rounded_up(model_context) + 1, STEP_TOKENS)
+        return STEP_TOKENS * bisect_right(longer, size_bytes, key=slot_bytes)
 
     context_length = spec.context_length
     # Even in steps of one token, llama.cpp computes the tokens of two slots together, so there must be only one slot.
@@ -237,23 +235,21 @@ def plan_load(
             needed = fixed + STEP_TOKENS * first_slot_bytes
         return plan(needed_bytes=needed)
 
-    def fits(context_length: int, requests: int) -> bool:
+    def is_too_long(context_length: int, requests: int) -> bool:
         wanted = replace(spec, context_length=context_length)
         try:
             found = plan_context(entry, header, slots=requests, limit_bytes=limit_bytes, spec=wanted, draft=draft)
         except OutOfMemoryError:
-            return False
-        return found.slots == requests
+            return True
+        return found.slots != requests
 
     contexts = []
     # With this option, some models answer one request at a time.
     is_serial = spec.deterministic and _is_one_by_one(header)
     for requests in CONCURRENCY[: 1 if is_serial else None]:
-        low, high = 0, entry.context_length or USUAL_TOKENS
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle, requests) else (low, middle - 1)
-        contexts.append(LargestContext(requests=requests, context_length=low))
+        longer = range(1, (entry.context_length or USUAL_TOKENS) + 1)
+        longest = bisect_left(longer, True, key=partial(is_too_long, requests=requests))
+        contexts.append(LargestContext(requests=requests, context_length=longest))
     layers = _layers(models, spec)
     return plan(
         kv_bytes_per_token=kv_bytes_per_token(layers),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmx_lab.engine.llama_cpp.process import llama_environ, require_installed
-from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsupported
+from lmx_lab.engine.llama_cpp.quantize_worker import BLOCK, BYTES, type_after
 from lmx_lab.engine.memory import default_threads, limit_bytes
 from lmx_lab.engine.speeds import gpu_of_mlx
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
@@ -22,6 +23,8 @@ from lmx_lab.weights import Catalog, Progress
 from lmx_lab.weights.facts import read_facts, read_gguf
 from lmx_lab.weights.fingerprint import require_unchanged, with_marks
 from lmx_lab.weights.gguf.convert import converted_id, worker_environ
+from lmx_lab.weights.gguf.header import GgufHeader
+from lmx_lab.weights.gguf.names import parts_of
 from lmx_lab.weights.locations import copy_locations, remove_stale_copies, write_copy
 from lmx_lab.weights.store import (
     ProgressCallback,
@@ -87,6 +90,34 @@ def quantize(
             _make(settings, original, type_name, key, report)
     path = next(location.path for location in copy_locations(folder) if location.id == key)
     return next(entry for entry in catalog.find_formats(key) if entry.path == path)
+
+
+def refuse_unsupported(entry: ModelEntry, header: GgufHeader, type_name: QuantizedType) -> None:
+    """Check by the header that a copy in this type can be made and measured.
+
+    Raises:
+        UnusableModelError: the model is split into parts, does not generate text, or would not change.
+    """
+    if len(parts_of(header.path.name)) > 1:
+        raise UnusableModelError(f"{entry.id} is split into parts, and only single files can be copied; join its parts")
+    if entry.kind != "chat":
+        raise UnusableModelError(
+            f"{entry.id} is not a chat model, and the loss of a copy is measured by the next token; use it as it is"
+        )
+    if all(type_after(tensor, type_name) == tensor.type for tensor in header.tensors):
+        types = ", ".join(sorted({tensor.type for tensor in header.tensors if len(tensor.shape) > 1}))
+        raise UnusableModelError(
+            f"{entry.id} has no matrices that could become {type_name}: they are {types}, or their rows are not "
+            f"multiples of {BLOCK}; use it as it is"
+        )
+
+
+def copy_bytes(header: GgufHeader, type_name: QuantizedType) -> int:
+    """Return an upper bound of the size of the copy."""
+    weights = sum(
+        math.ceil(math.prod(tensor.shape) * BYTES[type_after(tensor, type_name)]) for tensor in header.tensors
+    )
+    return weights + header.data_offset + 64 * len(header.tensors)
 
 
 def _make(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 import sys
 import threading
@@ -25,12 +26,26 @@ import numpy as np
 import numpy.typing as npt
 
 from lmx_lab.engine.llama_cpp.native import BLOCKS, TYPE_NUMBERS, Bytes, Floats, Ggml, Model
-from lmx_lab.engine.llama_cpp.quantized_types import type_after
+from lmx_lab.engine.sandbox_worker import exit_with_parent
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import QuantizedCopy, QuantizedType
 from lmx_lab.weights.gguf.header import FILE_TYPES, GgufHeader, GgufTensor, read_header
 from lmx_lab.weights.store import FULL
 
+BYTES = {name: size / weights for name, (weights, size) in BLOCKS.items()}
+"""Bytes of a weight, by type."""
+BLOCK = 32
+"""Weights in a block of each ``QuantizedType``."""
+SOURCES = frozenset({
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "IQ3_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4",
+})  # fmt: skip
+"""Types that ggml can expand to float32."""
+MATRIX = re.compile(r"blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight")
+"""Matrices of layers. All others are few or small, and some must not be quantized."""
+VOCABULARY = ("token_embd.weight", "output.weight")
+"""Embedding and output, which lose most. They become Q8_0, or keep a type that is smaller."""
+VOCABULARY_TYPE: QuantizedType = "Q8_0"
 TEXT = Path(__file__).with_name("loss_text.txt")
 MAX_TOKENS = 480
 """Tokens of the text that are used. The context has 512."""
@@ -42,6 +57,15 @@ PASSES = {128: 2, 8: 5, 1: 8}
 """Number of tokens of a timed pass, and how often it is repeated. The fastest time counts."""
 
 Doubles = npt.NDArray[np.float64]
+
+
+def type_after(tensor: GgufTensor, type_name: QuantizedType) -> str:
+    """Return the type of a tensor in the copy: its own, if it is not converted."""
+    if tensor.type not in SOURCES or len(tensor.shape) < 2 or tensor.shape[0] % BLOCK:
+        return tensor.type
+    if tensor.name in VOCABULARY:
+        return VOCABULARY_TYPE if BYTES[tensor.type] > BYTES[VOCABULARY_TYPE] else tensor.type
+    return type_name if MATRIX.fullmatch(tensor.name) else tensor.type
 
 
 # The copy
@@ -112,7 +136,12 @@ def measure(header: GgufHeader, target: Path, type_name: QuantizedType, ggml: Gg
         raise UnusableModelError(f"{header.path} has no tokens for the text on which the loss is measured")
     divergences: list[float] = []
     losses: dict[Model, list[float]] = {original: [], copy: []}
-    for position, expected, found in _distributions(original, copy, tokens):
+    for position in range(len(tokens)):
+        if position % CHUNK_TOKENS == 0:
+            for model in (original, copy):
+                model.compute(tokens[position : position + CHUNK_TOKENS], position, outputs=True)
+        # Logarithms of the next token's probabilities.
+        expected, found = (_log_softmax(model.logits(position % CHUNK_TOKENS)) for model in (original, copy))
         _report("verify", header.size_bytes * (position + 1) // len(tokens), header.size_bytes)
         divergences.append(float(np.sum(np.exp(expected) * (expected - found))))
         if position + 1 < len(tokens):
@@ -133,16 +162,6 @@ def measure(header: GgufHeader, target: Path, type_name: QuantizedType, ggml: Gg
         batch_speed=batch,
         decode_speed=decode,
     )
-
-
-def _distributions(original: Model, copy: Model, tokens: list[int]) -> Iterator[tuple[int, Doubles, Doubles]]:
-    """Yield each position with the logarithms of the next token's probabilities by both models."""
-    for start in range(0, len(tokens), CHUNK_TOKENS):
-        chunk = tokens[start : start + CHUNK_TOKENS]
-        for model in (original, copy):
-            model.compute(chunk, start, outputs=True)
-        for index in range(len(chunk)):
-            yield start + index, _log_softmax(original.logits(index)), _log_softmax(copy.logits(index))
 
 
 def _log_softmax(logits: Floats) -> Doubles:
@@ -178,7 +197,7 @@ def _speeds(original: Model, copy: Model) -> list[float]:
 def main() -> None:
     """Write and measure the copy that standard input describes."""
     parameters = json.load(sys.stdin)
-    threading.Thread(target=_exit_with_parent, args=(parameters["parent"],), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(parameters["parent"],), daemon=True).start()
     type_name, target, threads = parameters["type"], Path(parameters["target"]), int(parameters["threads"])
     assert type_name in get_args(QuantizedType)
     try:
@@ -193,12 +212,6 @@ def main() -> None:
         _print({"copy": asdict(copy)})
     # Models are not closed; the end of the process frees them.
     os._exit(0)
-
-
-def _exit_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _report(stage: str, done: int, total: int) -> None:

@@ -199,7 +199,7 @@ class Batch:
         self._scorings: list[PromptScoring] = []
         smallest = MIN_CHUNK_TOKENS if model.traits.plain else max(MIN_CHUNK_TOKENS, 16)
         self._pace = PrefillPace(minimum=smallest, maximum=memory.MAX_CHUNK_TOKENS)
-        self.prefixes: PrefixCache[KvState] = PrefixCache(prefix_bytes)
+        self.prefixes = PrefixCache(prefix_bytes)
         self._disk = disk
         self._generator = BatchGenerator(
             model.model,

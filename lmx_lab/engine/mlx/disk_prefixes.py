@@ -283,7 +283,7 @@ class DiskPrefixes:
     def written_bytes(self) -> int:
         return self._files.written_bytes
 
-    def find(self, prompt: Tokens, prefixes: PrefixCache[KvState], *, scope: str) -> PrefixRead | None:
+    def find(self, prompt: Tokens, prefixes: PrefixCache, *, scope: str) -> PrefixRead | None:
         """Return the state to wait for before a prompt is computed: ``NOTHING`` if no file is better than the cache in
         memory, None if this cannot be decided yet.
         """
@@ -318,7 +318,7 @@ class DiskPrefixes:
         """Write a state of the cache in memory, unless it is dropped there before its turn."""
         self._pending.append((np.asarray(tokens, dtype=np.int32), weakref.ref(state), scope))
 
-    def advance(self, prefixes: PrefixCache[KvState], *, idle: bool) -> None:
+    def advance(self, prefixes: PrefixCache, *, idle: bool) -> None:
         """Copy a piece of the states that are being read and written.
 
         Args:
@@ -339,7 +339,7 @@ class DiskPrefixes:
         elif idle and not self._opening.done():
             wait([self._opening], timeout=timeout_s)
 
-    def close(self, prefixes: PrefixCache[KvState] | None) -> None:
+    def close(self, prefixes: PrefixCache | None) -> None:
         """Write the states that are not on disk yet, for ``CLOSE_S`` at most. Must be the last call.
 
         Args:
@@ -354,7 +354,7 @@ class DiskPrefixes:
         self._read = self._reading = self._write = None
         self._pending.clear()
 
-    def _advance_read(self, read: PrefixRead, prefixes: PrefixCache[KvState], timeout_s: float) -> None:
+    def _advance_read(self, read: PrefixRead, prefixes: PrefixCache, timeout_s: float) -> None:
         assert self._reading is not None
         if timeout_s and not self._reading.done():
             wait([self._reading], timeout=timeout_s)

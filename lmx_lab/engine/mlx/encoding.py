@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.jobs import JobQueue
+from lmx_lab.engine.mlx.loop import Room
 from lmx_lab.engine.model import LoadedModel
 from lmx_lab.engine.texts import TextJob, TextTokens
 from lmx_lab.errors import ContextLengthError, EngineError, QueueFullError
@@ -138,23 +139,10 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
     """Computes the texts of all encoders: jobs in turn, one batch each. Runs on the engine thread.
 
     Args:
-        limit_bytes: Returns how much memory all models and requests may use now, on all engines.
-        used_bytes: Returns how much they use now.
-        make_room: Called with the number of bytes that a batch needs beyond the memory limit; frees cached memory.
-        note_peak: Called with the peak memory of each batch.
         max_tokens: Number of tokens of all requests together. Python stores a token in about 40 bytes.
     """
 
-    def __init__(
-        self,
-        threads: ThreadChoice,
-        *,
-        limit_bytes: Callable[[], int],
-        used_bytes: Callable[[], int],
-        make_room: Callable[[int], None],
-        note_peak: Callable[[int], None],
-        max_tokens: int = 16_000_000,
-    ) -> None:
+    def __init__(self, threads: ThreadChoice, room: Room, *, max_tokens: int = 16_000_000) -> None:
         super().__init__()
         self._max_tokens = max_tokens
         self._threads = threads
@@ -162,10 +150,7 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
         self._streams = (
             [mx.new_stream(mx.cpu) for _ in range(threads.max_threads)] if ON_CPU else [mx.default_stream(mx.gpu)]
         )
-        self._limit_bytes = limit_bytes
-        self._used_bytes = used_bytes
-        self._make_room = make_room
-        self._note_peak = note_peak
+        self._room = room
         self._batch: EncodingBatch | None = None
 
     def add(self, job: EncodeJob) -> None:
@@ -224,9 +209,9 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
         longest = first.left[-1][0]
         for rows in (max(1, part_tokens // longest) * len(self._streams), 1):
             needed = encoder.batch_bytes(rows, longest)
-            if (excess := self._used_bytes() + needed - self._limit_bytes()) > 0:
-                self._make_room(excess)
-            if (used := self._used_bytes()) + needed <= (limit := self._limit_bytes()):
+            if (excess := self._room.used_bytes + needed - self._room.limit_bytes) > 0:
+                self._room.free(excess)
+            if (used := self._room.used_bytes) + needed <= (limit := self._room.limit_bytes):
                 break
         else:
             if not may_wait:
@@ -270,7 +255,7 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
                 return
         self._batch = None
         peak = memory.take_peak_bytes()
-        self._note_peak(peak)
+        self._room.note_peak(peak)
         for job, index, row in batch.results:
             job.model.encoded_tokens += len(job.texts[index].tokens)
             job.rows[index] = row

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
@@ -30,6 +29,7 @@ from lmx_lab.engine.mlx.steering import RequestSteering
 from lmx_lab.engine.mlx.thread import LoadThread, MlxThread
 from lmx_lab.engine.mlx.tokenizer import MlxTokenizer
 from lmx_lab.engine.mlx.tracing import TraceJob
+from lmx_lab.engine.mlx.weights import Cancellation
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
 from lmx_lab.engine.preparer import Tokenizer, encode_prompt, token_of
 from lmx_lab.engine.requests import GenerationRequest, Prompt, TraceRequest
@@ -128,7 +128,7 @@ class MlxChat(MlxModel):
             prompt_lookup=spec.prompt_lookup is not False,
             turns=host.turns,
             post=lambda work: thread.post(lambda _: work()),
-            room=thread,
+            room=thread.room,
         )
         self._weights = weakref.ref(weights)
         super().__init__(
@@ -449,7 +449,7 @@ class MlxEngine:
             log.exception("%s could not be loaded", entry.id)
             what = f"{type(exc).__name__}: {exc}"
             loaded = UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {what}", param="model")
-        thread.loading_bytes = 0
+        thread.room.loading_bytes = 0
         memory.release()
         return loaded
 
@@ -466,7 +466,7 @@ class MlxEngine:
         def require_free(left_bytes: int, name: str) -> None:
             nonlocal checked
             if checked[0] != name:
-                thread.loading_bytes += left_bytes
+                thread.room.loading_bytes += left_bytes
             if self._device_bytes is None and (checked[0] != name or left_bytes <= checked[1] - CHECKED_BYTES):
                 host.budget.require_free(left_bytes, name)
                 checked = name, left_bytes
@@ -500,7 +500,7 @@ class MlxEngine:
     def _free(self, excess_bytes: int) -> None:
         """Drop caches of ended requests soon. Called on any thread."""
         if self._thread is not None:
-            self._thread.post(lambda thread: thread.free(excess_bytes))
+            self._thread.post(lambda thread: thread.room.free(excess_bytes))
 
     def stop(self) -> None:
         """See ``Engine``. Blocks until the current step is over."""

@@ -7,6 +7,7 @@ usually ends the process, so requests wait or are refused according to these est
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -70,19 +71,16 @@ class Footprint:
         """Return the number of tokens, prompt and answer, of the longest request that fits, if there are ``requests``
         of this length; 0 if none does.
         """
-        low, high = 0, UNBOUNDED_TOKENS
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.running_bytes([middle] * requests, chunk=min(chunk, middle)) <= limit_bytes:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+
+        def needed_bytes(tokens: int) -> int:
+            return self.running_bytes([tokens] * requests, chunk=min(chunk, tokens))
+
+        return bisect_right(range(1, UNBOUNDED_TOKENS + 1), limit_bytes, key=needed_bytes)
 
 
 @dataclass(frozen=True, eq=False)
 class KvState:
-    """The caches of all layers after a number of tokens, outside of a batch. Implements ``CachedState``.
+    """The caches of all layers after a number of tokens, outside of a batch.
 
     A batch copies it, so it can be used any number of times.
     """

@@ -6,14 +6,15 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from lmx_lab.engine.answers import Answers
 from lmx_lab.engine.cpu_blas import ThreadChoice
-from lmx_lab.engine.memory import prefix_cache_bytes
+from lmx_lab.engine.encoders import LoadedEncoder
+from lmx_lab.engine.memory import Budget, prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, MlxGeneration, MlxRow, PromptScored, TokenGenerated
 from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
@@ -34,44 +35,108 @@ UNLOAD_ABOVE = 1.1
 better than not answering. Memory that other programs or a notebook take does not unload a model."""
 
 
-class Room(Protocol):
-    """The memory that all models of the engine share."""
+class Room:
+    """The memory that all models and requests share. Belongs to the engine thread.
+
+    Args:
+        device_bytes: How much all models and requests may use on a GPU with memory of its own; None if they use that of
+            the machine, whose limit is ``budget``.
+        models: The models in memory.
+    """
+
+    return_s = 1.0
+    """Minimum time between two returns of freed memory, which take 10 ms, and between two calls of ``Budget.evict``."""
+
+    def __init__(
+        self, budget: Budget, device_bytes: int | None, models: Mapping[Any, GenerationLoop | LoadedEncoder]
+    ) -> None:
+        self._budget = budget
+        self._device_bytes = device_bytes
+        self._models = models
+        self._returned_at = self._evicted_at = -math.inf
+        """When freed memory was last returned, and when ``Budget.evict`` was last called (``time.perf_counter``)."""
+        self.loading_bytes = 0
+        """Weights of the model that is being loaded."""
+
+    @property
+    def loops(self) -> list[GenerationLoop]:
+        """Those of the chat models."""
+        return [each for each in self._models.values() if isinstance(each, GenerationLoop)]
 
     @property
     def allowed_bytes(self) -> int:
         """How much all models and requests may use, on all engines, if nothing else needs memory."""
+        return self._budget.allowed_bytes if self._device_bytes is None else self._device_bytes
 
     @property
     def limit_bytes(self) -> int:
         """How much they may use now. Read at each decision."""
+        return self._budget.limit_bytes if self._device_bytes is None else self._device_bytes
 
+    @property
     def used_bytes(self) -> int:
-        """Return how much they use now."""
+        """How much they use now."""
+        return self._budget.used_bytes if self._device_bytes is None else memory.used_bytes()
 
     def needed_by_others(self, loop: GenerationLoop) -> int:
         """Return what all models and requests but those of this loop need, without cached prefixes."""
+        needed = self.used_bytes - memory.used_bytes() + self.loading_bytes
+        for each in self._models.values():
+            if each is not loop:
+                needed += each.running_bytes if isinstance(each, GenerationLoop) else each.memory_bytes
+        return needed
 
     def is_busy_beside(self, loop: GenerationLoop) -> bool:
         """Return whether the requests of other loops will release memory when they end."""
+        return any(each is not loop and each.answers.scheduler.running for each in self.loops)
 
     def keep_prefixes(self, limit_bytes: int) -> None:
         """Drop caches of ended requests, of all loops, until at most ``limit_bytes`` are left. The cache that was not
         used for the longest time is dropped first.
         """
+        caches = [loop.batch.prefixes for loop in self.loops if loop.batch is not None]
+        while sum(cache.nbytes for cache in caches) > limit_bytes:
+            min((cache for cache in caches if len(cache)), key=lambda cache: cache.oldest_at).drop_oldest()
 
     def free(self, excess_bytes: int) -> None:
         """Return freed memory, then drop caches of ended requests, until ``excess_bytes`` are released; call
         ``evict`` if that is not enough.
         """
+        excess_bytes -= self.return_freed()
+        kept = sum(loop.prefix_cache_bytes for loop in self.loops)
+        if excess_bytes > 0 and kept:
+            self.keep_prefixes(max(0, kept - excess_bytes))
+            excess_bytes -= kept - sum(loop.prefix_cache_bytes for loop in self.loops)
+            memory.release()
+        if excess_bytes > 0:
+            self.evict(excess_bytes)
 
     def return_freed(self) -> int:
         """Clear MLX's cache, and at most once a second also return memory that the C library keeps for reuse.
 
         Returns how much this was.
         """
+        if self._device_bytes is not None:
+            return 0
+        before, now = self._budget.unlowered_bytes, time.perf_counter()
+        if now < self._returned_at + self.return_s:
+            mx.clear_cache()
+        else:
+            memory.return_freed()
+            self._returned_at = now
+        return max(0, self._budget.unlowered_bytes - before)
 
     def evict(self, missing_bytes: int) -> None:
         """Request that idle models are unloaded; see ``Budget.evict``."""
+        now = time.perf_counter()
+        if self._device_bytes is None and now >= self._evicted_at + self.return_s:
+            self._evicted_at = now
+            self._budget.evict(missing_bytes)
+
+    def note_peak(self, peak: int) -> None:
+        """Record the peak memory of texts or traces for the running requests."""
+        for loop in self.loops:
+            loop.note_peak(peak)
 
 
 class GenerationLoop:
@@ -251,10 +316,10 @@ class GenerationLoop:
             if event.generation in self.answers.scheduler:
                 self._process(batch, event)
         room = self._room
-        if (excess_bytes := room.used_bytes() - room.limit_bytes) > 0:
+        if (excess_bytes := room.used_bytes - room.limit_bytes) > 0:
             # The estimates were too low, or other engines or programs use more than at the start of these requests.
             room.free(excess_bytes)
-            if (used_bytes := room.used_bytes()) > UNLOAD_ABOVE * (allowed := room.allowed_bytes):
+            if (used_bytes := room.used_bytes) > UNLOAD_ABOVE * (allowed := room.allowed_bytes):
                 raise MemoryError(f"{used_bytes / 1e9:.2f} GB are in use, {allowed / 1e9:.2f} GB are allowed")
 
     # Computation

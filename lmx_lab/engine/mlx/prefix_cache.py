@@ -2,7 +2,7 @@
 
 Each turn of a session repeats the turns before it, and many requests share a system prompt. mlx-lm has a prefix cache
 too; this one is limited in bytes, counts a hit as a use, and always leaves one token to compute. Pure, except for the
-stored ``CachedState`` values.
+stored ``KvState`` values.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
+from lmx_lab.engine.mlx.kv_cache import KvState
 from lmx_lab.engine.prefix_files import Tokens, common_prefix
 from lmx_lab.engine.requests import SHARED
 
@@ -22,42 +22,26 @@ MIN_TOKENS = 8
 MAX_ENTRIES = 256
 
 
-class CachedState(Protocol):
-    """The key-value cache of a number of tokens."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def can_be_trimmed(self) -> bool: ...
-
-    def trimmed(self, tokens: int) -> Self:
-        """Return a copy without the last ``tokens`` tokens. Called only if it can be trimmed."""
-
-
-State = TypeVar("State", bound=CachedState)
-
-
 @dataclass(frozen=True)
-class CacheHit(Generic[State]):
+class CacheHit:
     tokens: int
     """Number of prompt tokens that need not be computed; always less than the length of the prompt."""
-    state: State
+    state: KvState
 
 
 @dataclass(eq=False)
-class Entry(Generic[State]):
+class Entry:
     """A stored state."""
 
     tokens: Tokens
-    state: State
+    state: KvState
     variant: str
     scope: str
     used_at: float
     """When it was last used (``time.perf_counter``)."""
 
 
-class PrefixCache(Generic[State]):
+class PrefixCache:
     """Stores states of at most ``limit_bytes``. The least recently used one is dropped first.
 
     A state has a *variant*: the name of a dependency other than its tokens, such as vectors that were added to the
@@ -68,7 +52,7 @@ class PrefixCache(Generic[State]):
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self._entries: list[Entry[State]] = []
+        self._entries: list[Entry] = []
         """In the order of their last use."""
 
     def __len__(self) -> int:
@@ -78,7 +62,7 @@ class PrefixCache(Generic[State]):
         """Return how many tokens of the prompt ``find`` would save."""
         return self._best(prompt, variant, scope)[1]
 
-    def find(self, prompt: Tokens, variant: str = "", *, scope: str = "") -> CacheHit[State] | None:
+    def find(self, prompt: Tokens, variant: str = "", *, scope: str = "") -> CacheHit | None:
         """Return the state of the longest stored prefix of a prompt, and count this as a use; None if there is none."""
         at, length = self._best(prompt, variant, scope)
         if at is None:
@@ -87,7 +71,7 @@ class PrefixCache(Generic[State]):
         unused = len(entry.tokens) - length
         return CacheHit(length, entry.state.trimmed(unused) if unused else entry.state)
 
-    def _use(self, at: int) -> Entry[State]:
+    def _use(self, at: int) -> Entry:
         entry = self._entries.pop(at)
         entry.used_at = time.perf_counter()
         self._entries.append(entry)
@@ -105,7 +89,7 @@ class PrefixCache(Generic[State]):
                 best, length = at, shared
         return best, length
 
-    def store(self, tokens: Sequence[int] | Tokens, state: State, variant: str = "", *, scope: str = "") -> bool:
+    def store(self, tokens: Sequence[int] | Tokens, state: KvState, variant: str = "", *, scope: str = "") -> bool:
         """Store the state after these tokens, unless a stored one covers it. Drops a state that the new one covers.
 
         Returns whether it was stored.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 import time
@@ -18,16 +17,16 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from lmx_lab.engine.cancellation import Cancellation
 from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.encoding import EncodingLoop
 from lmx_lab.engine.mlx.jobs import Job, JobQueue
-from lmx_lab.engine.mlx.loop import GenerationLoop
+from lmx_lab.engine.mlx.loop import GenerationLoop, Room
 from lmx_lab.engine.mlx.prefill import PREFILL_STEP_S
 from lmx_lab.engine.mlx.sampling import Samplers
 from lmx_lab.engine.mlx.tracing import TraceLoop
+from lmx_lab.engine.mlx.weights import Cancellation
 from lmx_lab.engine.model import EngineHost, LoadedModel
 from lmx_lab.engine.scheduler import LOAD_FIRST
 from lmx_lab.errors import EngineDeadError, EngineError, LabError, NotLoadedError, OutOfMemoryError
@@ -43,28 +42,21 @@ class MlxThread:
     """The models in memory and their requests, on a thread that sleeps while there is no work.
 
     ``post``, ``call``, ``compute``, ``stop`` and the attributes ``blas``, ``ended``, ``progress_at`` and ``peak_bytes``
-    are used by other threads, everything else by this one. It implements ``Room``.
+    are used by other threads, everything else by this one.
 
     Args:
-        device_bytes: How much memory all models and requests may use on a GPU with memory of its own; None if they use
-            that of the machine, whose limit is ``EngineHost.budget``.
+        device_bytes: See ``Room``.
     """
 
-    return_s = 1.0
-    """Minimum time between two returns of freed memory, which take 10 ms, and between two calls of ``Budget.evict``."""
     encode_s = 0.1
     """Time for which a step computes texts while no answer is generated. Commands wait for the end of the step."""
 
     def __init__(self, settings: Settings, host: EngineHost, *, device_bytes: int | None) -> None:
         self._settings = settings
-        self._budget = host.budget
         self._lost = host.lost
         self._device_bytes = device_bytes
-        self._returned_at = self._evicted_at = -math.inf
-        """When freed memory was last returned, and when ``Budget.evict`` was last called (``time.perf_counter``)."""
-        self.loading_bytes = 0
-        """Weights of the model that is being loaded."""
         self.models: dict[LoadedModel[Any], GenerationLoop | LoadedEncoder] = {}
+        self.room = Room(host.budget, device_bytes, self.models)
         self.blas: BlasReport | None = None
         """The BLAS; None until ``started``."""
         self.started: Future[None] = Future()
@@ -175,77 +167,13 @@ class MlxThread:
         if answers is not None:
             answers.deliver()
 
-    # Memory
-
-    @property
-    def allowed_bytes(self) -> int:
-        return self._budget.allowed_bytes if self._device_bytes is None else self._device_bytes
-
-    @property
-    def limit_bytes(self) -> int:
-        return self._budget.limit_bytes if self._device_bytes is None else self._device_bytes
-
-    def used_bytes(self) -> int:
-        return self._budget.used_bytes if self._device_bytes is None else memory.used_bytes()
-
-    def needed_by_others(self, loop: GenerationLoop) -> int:
-        needed = self.used_bytes() - memory.used_bytes() + self.loading_bytes
-        for each in self.models.values():
-            if each is not loop:
-                needed += each.running_bytes if isinstance(each, GenerationLoop) else each.memory_bytes
-        return needed
-
-    def is_busy_beside(self, loop: GenerationLoop) -> bool:
-        return any(each is not loop and each.answers.scheduler.running for each in self._loops())
-
-    def keep_prefixes(self, limit_bytes: int) -> None:
-        caches = [loop.batch.prefixes for loop in self._loops() if loop.batch is not None]
-        while sum(cache.nbytes for cache in caches) > limit_bytes:
-            min((cache for cache in caches if len(cache)), key=lambda cache: cache.oldest_at).drop_oldest()
-
-    def free(self, excess_bytes: int) -> None:
-        excess_bytes -= self.return_freed()
-        kept = sum(loop.prefix_cache_bytes for loop in self._loops())
-        if excess_bytes > 0 and kept:
-            self.keep_prefixes(max(0, kept - excess_bytes))
-            excess_bytes -= kept - sum(loop.prefix_cache_bytes for loop in self._loops())
-            memory.release()
-        if excess_bytes > 0:
-            self.evict(excess_bytes)
-
-    def return_freed(self) -> int:
-        if self._device_bytes is not None:
-            return 0
-        before, now = self._budget.unlowered_bytes, time.perf_counter()
-        if now < self._returned_at + self.return_s:
-            mx.clear_cache()
-        else:
-            memory.return_freed()
-            self._returned_at = now
-        return max(0, self._budget.unlowered_bytes - before)
-
-    def evict(self, missing_bytes: int) -> None:
-        now = time.perf_counter()
-        if self._device_bytes is None and now >= self._evicted_at + self.return_s:
-            self._evicted_at = now
-            self._budget.evict(missing_bytes)
-
-    def _note_peak(self, peak: int) -> None:
-        """Record the peak memory of texts or traces for the running requests."""
-        for loop in self._loops():
-            loop.note_peak(peak)
-
     # Thread
-
-    def _loops(self) -> list[GenerationLoop]:
-        return [each for each in self.models.values() if isinstance(each, GenerationLoop)]
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute until the next command."""
-        return (
-            self.encoding.idle and self.tracing.idle and all(loop.idle and not loop.is_saving for loop in self._loops())
-        )
+        is_answered = all(loop.idle and not loop.is_saving for loop in self.room.loops)
+        return self.encoding.idle and self.tracing.idle and is_answered
 
     def _run(self) -> None:
         error: LabError = EngineDeadError("the engine was stopped")
@@ -291,21 +219,8 @@ class MlxThread:
             # another user could put libraries there, and if another user has created it, every pass fails.
             mx.disable_compile()
         self._threads, self._samplers = ThreadChoice(self.blas), Samplers()
-        self.encoding = EncodingLoop(
-            self._threads,
-            limit_bytes=lambda: self.limit_bytes,
-            used_bytes=self.used_bytes,
-            make_room=self.free,
-            note_peak=self._note_peak,
-        )
-        self.tracing = TraceLoop(
-            self._threads,
-            limit_bytes=lambda: self.limit_bytes,
-            used_bytes=self.used_bytes,
-            trace_bytes=self._settings.trace_bytes,
-            make_room=self.free,
-            note_peak=self._note_peak,
-        )
+        self.encoding = EncodingLoop(self._threads, self.room)
+        self.tracing = TraceLoop(self._threads, self.room, trace_bytes=self._settings.trace_bytes)
 
     def _perform_commands(self) -> bool:
         """Perform the commands in the queue, and wait for one if there is nothing to compute. Return False to stop."""

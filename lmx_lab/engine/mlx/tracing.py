@@ -6,7 +6,6 @@ import logging
 import time
 import traceback
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from lmx_lab.engine.mlx.capture.lens import compute_attribution, compute_logit_l
 from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import HookPoints
 from lmx_lab.engine.mlx.jobs import JobQueue
+from lmx_lab.engine.mlx.loop import Room
 from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.model import LoadedModel
 from lmx_lab.errors import ContextLengthError, EngineError, LabError
@@ -57,30 +57,14 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
     """Computes the traces of all models in the order of arrival. Runs on the engine thread.
 
     Args:
-        limit_bytes: Returns how much memory all models and requests may use now, on all engines.
-        used_bytes: Returns how much they use now.
         trace_bytes: See ``Settings``.
-        make_room: Called with the number of bytes that a job needs beyond the memory limit; frees cached memory.
-        note_peak: Called with the peak memory of each step.
     """
 
-    def __init__(
-        self,
-        threads: ThreadChoice,
-        *,
-        limit_bytes: Callable[[], int],
-        used_bytes: Callable[[], int],
-        trace_bytes: int,
-        make_room: Callable[[int], None],
-        note_peak: Callable[[int], None],
-    ) -> None:
+    def __init__(self, threads: ThreadChoice, room: Room, *, trace_bytes: int) -> None:
         super().__init__()
         self._threads = threads
-        self._limit_bytes = limit_bytes
-        self._used_bytes = used_bytes
+        self._room = room
         self._trace_bytes = trace_bytes
-        self._make_room = make_room
-        self._note_peak = note_peak
         self._steps: tuple[TraceJob, Steps] | None = None
         """The first job and its computation, after it has started."""
         self._token_s = 0.0
@@ -118,9 +102,9 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             raise EngineError(f"{job.model.entry.id} was unloaded before this request ended")
         needed = model.traits.footprint.running_bytes([len(job.tokens)], chunk=memory.MAX_CHUNK_TOKENS)
         needed -= model.traits.footprint.weights_bytes
-        if (excess := self._used_bytes() + needed - self._limit_bytes()) > 0:
-            self._make_room(excess)
-            if (used_bytes := self._used_bytes()) + needed > (limit := self._limit_bytes()):
+        if (excess := self._room.used_bytes + needed - self._room.limit_bytes) > 0:
+            self._room.free(excess)
+            if (used_bytes := self._room.used_bytes) + needed > (limit := self._room.limit_bytes):
                 if may_wait:
                     return False
                 raise ContextLengthError(
@@ -184,7 +168,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
                 WEIGHT * (min(token_s, OUTLIER * self._token_s) - self._token_s) if self._token_s else token_s
             )
             self._largest = min(memory.MAX_CHUNK_TOKENS, max(self._largest, int(computed * GROWTH)))
-        self._note_peak(memory.take_peak_bytes())
+        self._room.note_peak(memory.take_peak_bytes())
 
     def _fail_step(self, job: TraceJob, exc: Exception) -> None:
         """End a job with an error. The model stays loaded."""

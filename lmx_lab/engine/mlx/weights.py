@@ -7,7 +7,9 @@ library.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +18,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes, dequantize_model
 
 from lmx_lab.engine import memory
-from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.mlx.kv_cache import number_of
+from lmx_lab.errors import NotLoadedError
 
 log = logging.getLogger(__name__)
 EXPANDED_SHARE = 0.6
@@ -26,6 +28,48 @@ activations."""
 USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "n_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 """Names in the configurations of models for the number of experts that compute a token."""
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+class Cancellation:
+    """A cancellation request for work on another thread. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Cancel the work. Idempotent."""
+        self._cancelled = True
+
+    def check(self) -> None:
+        """Check that the work was not cancelled.
+
+        Raises:
+            NotLoadedError: it was cancelled.
+        """
+        if self._cancelled:
+            raise NotLoadedError("the load was cancelled")
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Make this the object that ``check_cancelled`` checks on this thread within the block."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[Cancellation | None] = ContextVar("cancellation", default=None)
+
+
+def check_cancelled() -> None:
+    """Check that the load that runs on this thread was not cancelled. Called between the tensors of a model.
+
+    Raises:
+        NotLoadedError: it was cancelled.
+    """
+    if (current := _current.get()) is not None:
+        current.check()
 
 
 def fit_weights(model: Any, dtype: str, *, limit_bytes: int, free_bytes: int | None = None) -> None:

@@ -15,8 +15,8 @@ from gguf.quants import quantize as quantize_values
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp import quantize as quantize_module
-from lmx_lab.engine.llama_cpp.quantize import quantize
-from lmx_lab.engine.llama_cpp.quantized_types import copy_bytes, refuse_unsupported, type_after
+from lmx_lab.engine.llama_cpp.quantize import copy_bytes, quantize, refuse_unsupported
+from lmx_lab.engine.llama_cpp.quantize_worker import type_after
 from lmx_lab.errors import StorageFullError, UnusableModelError
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights import Catalog

@@ -7,8 +7,8 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from lmx_lab.engine.cancellation import check_cancelled
 from lmx_lab.engine.mlx import weights
+from lmx_lab.engine.mlx.weights import check_cancelled
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.weights import Catalog
 from tests.support.engines import TWO_SLOTS, load_entry, manager_with, mlx_engine, run

@@ -51,11 +51,20 @@ class FakeEncoder:
         return rows * length * self.bytes_per_token
 
 
+class FakeRoom:
+    def __init__(self, limit_bytes):
+        self.limit_bytes = limit_bytes
+        self.freed = []
+        self.free, self.note_peak = self.freed.append, lambda _: None
+
+    @property
+    def used_bytes(self):
+        return memory.used_bytes()
+
+
 def create_loop(*, threads=1, limit_bytes=2**40, **changes):
-    limits = {"limit_bytes": lambda: limit_bytes, "used_bytes": memory.used_bytes}
-    functions = {"make_room": lambda _: None, "note_peak": lambda _: None}
     report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
-    return EncodingLoop(ThreadChoice(report), **(limits | functions | changes))
+    return EncodingLoop(ThreadChoice(report), FakeRoom(limit_bytes), **changes)
 
 
 def job(encoder, lengths, *, first=0, **changes):
@@ -278,12 +287,11 @@ def test_requests_for_an_unloaded_encoder_end():
 
 
 def test_a_batch_is_as_large_as_memory_allows():
-    room = []
     encoder = FakeEncoder(bytes_per_token=1000)
-    loop = create_loop(limit_bytes=memory.used_bytes() + 100_000, make_room=room.append)
+    loop = create_loop(limit_bytes=memory.used_bytes() + 100_000)
     submitted = job(encoder, [64] * 3)
     run(loop, submitted)
-    assert room
+    assert loop._room.freed
     assert encoder.batches == [[2], [1], [0]]
     assert submitted.done.done()
 

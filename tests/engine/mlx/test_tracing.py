@@ -115,8 +115,7 @@ def test_steps_that_would_exceed_their_time_are_left_for_later(monkeypatch):
             now += next(durations)
 
     monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: now))
-    limits = {"limit_bytes": lambda: 0, "used_bytes": lambda: 0, "trace_bytes": 0}
-    loop = Clock(cast(Any, None), **limits, make_room=lambda _: None, note_peak=lambda _: None)
+    loop = Clock(cast(Any, None), cast(Any, None), trace_bytes=0)
     loop._jobs.append(cast(Any, None))
     for end in (0.6, 1.2, 3.2):
         loop.step(1.0, busy=True)
