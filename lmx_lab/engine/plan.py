@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from lmx_lab.engine.engines import EngineRow, Engines, choose_engine, engine_for, share_memory
+from lmx_lab.engine.engines import Engines, choose_engine, engine_for, share_memory
 from lmx_lab.engine.find import ModelFinder, choose_format
 from lmx_lab.engine.speeds import gpu_of_mlx, memory_bandwidth
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
@@ -113,7 +113,10 @@ class FitList:
         Models of MLX are left out until MLX is imported for another reason, because that takes seconds.
         """
         until, found = time.monotonic() + self._limit_s, dict[Path, Fit]()
-        usable = {row.name for row in map(engine_for, {entry.format for entry in entries}) if _is_usable(row)}
+        rows = {engine_for(entry.format) for entry in entries}
+        usable = {
+            row.name for row in rows if row.problem() is None and (row.name != "mlx" or MLX_ENGINE in sys.modules)
+        }
         await in_thread(lambda: [self._engines.get(name) for name in usable])
         for entry in entries:
             if engine_for(entry.format).name not in usable:
@@ -131,11 +134,6 @@ class FitList:
             if (needed := self._needed[key]) is not None:
                 found[entry.path], _ = find_room(needed, limit_bytes, _models_beside(entry, self._engines, now))
         return found
-
-
-def _is_usable(row: EngineRow) -> bool:
-    """Return whether an engine is installed and, if it is slow to import, is already imported."""
-    return row.problem() is None and (row.name != "mlx" or MLX_ENGINE in sys.modules)
 
 
 def _models_beside(entry: ModelEntry, engines: Engines, now: EngineSnapshot) -> list[ModelState]:

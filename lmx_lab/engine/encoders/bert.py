@@ -19,7 +19,6 @@ from lmx_lab.engine.encoders.layers import (
     TypedModule,
     attend,
     find_activation,
-    join_heads,
     join_modules,
     split_heads,
 )
@@ -44,7 +43,7 @@ class BertLayer(TypedModule):
     def forward(self, x: mx.array, mask: mx.array | None) -> Steps:
         own: Any = self.attention.self
         queries, keys, values = (split_heads(part(x), self.heads) for part in (own.query, own.key, own.value))
-        attended = join_heads((yield from attend(queries, keys, values, mask)))
+        attended = yield from attend(queries, keys, values, mask)
         x = self.attention.output.LayerNorm(x + self.attention.output.dense(attended))
         inner = self.act(self.intermediate.dense(x))
         return self.output.LayerNorm(x + self.output.dense(inner))  # type: ignore[no-any-return]

@@ -83,52 +83,45 @@ def _run_layer(layer: Any, x: mx.array, chunk: int) -> Steps:
     return mx.concatenate(parts, axis=1)
 
 
-def _last_token_head(weight: mx.array) -> Head:
-    """Return a function that computes a score from the hidden state of the last token.
+def read_decoder(
+    folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool
+) -> tuple[Any, mx.array | None]:
+    """Read mlx-lm's model, and return it with the weight of its ``score`` layer.
 
     Args:
-        weight: (size,), float32: of a classifier's only label, or the difference of the weights of two logits.
-    """
-    return lambda hidden, batch: batch.last_token(hidden).astype(mx.float32) @ weight
-
-
-def read_decoder(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str) -> Decoder:
-    """Read a decoder without the head that predicts tokens.
+        head: Whether its head is needed, which predicts tokens.
 
     Raises:
         UnusableModelError: its attention or its layers are not supported, or a tensor is not finite.
         OutOfMemoryError: the weights exceed the limit.
     """
-    model, _ = _read(folder, config, limit_bytes=limit_bytes, dtype=dtype, head=False)
-    return Decoder(model)
+    model, score = open_decoder(folder, config, head=head)
+    read_model(model, limit_bytes=limit_bytes, dtype=dtype)
+    _check_layers(model)
+    return model, score
 
 
-def read_classifier(folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str) -> tuple[Decoder, Head]:
-    """Read a decoder with a ``score`` layer of one label.
+def classifier_head(score: mx.array | None) -> Head:
+    """Return the head that a ``score`` layer of one label is.
 
     Raises:
-        UnusableModelError, OutOfMemoryError: as ``read_decoder``.
+        UnusableModelError: it is missing, has several labels, or is not finite.
     """
-    model, score = _read(folder, config, limit_bytes=limit_bytes, dtype=dtype, head=False)
     if score is None:
         raise UnusableModelError("the tensor score.weight is missing")
     require_one_label(int(score.shape[0]))
     weight = score[0].astype(mx.float32)
     require_finite("score.weight", weight)
-    return Decoder(model), _last_token_head(weight)
+    return lambda hidden, batch: batch.last_token(hidden).astype(mx.float32) @ weight
 
 
-def read_logit_reranker(
-    folder: Path, config: ModelConfig, true: int, false: int | None, *, limit_bytes: int, dtype: str
-) -> tuple[Decoder, Head]:
-    """Read a decoder whose score is the logit of the token ``true``, minus that of ``false`` if given.
+def logit_head(model: Any, true: int, false: int | None) -> Head:
+    """Return the head whose score is the logit of the token ``true``, minus that of ``false`` if given.
 
     Raises:
-        UnusableModelError, OutOfMemoryError: as ``read_decoder``.
+        UnusableModelError: a token does not exist, or the logits are computed in another way.
     """
-    model, _ = _read(folder, config, limit_bytes=limit_bytes, dtype=dtype, head=True)
-    network = Decoder(model)
-    known = network.vocabulary_size
+    known = int(model.model.embed_tokens.weight.shape[0])
     ids = [token for token in (true, false) if token is not None]
     if max(ids) >= known:
         raise UnusableModelError(f"its score uses the token id {max(ids)}; its ids are 0 to {known - 1}")
@@ -143,12 +136,11 @@ def read_logit_reranker(
     rows = rows.astype(mx.float32)
     weight = rows[0] - rows[1] if false is not None else rows[0]
     mx.eval(weight)
-    head = _last_token_head(weight)
     logits = model(mx.array(PROBE))[:, -1].astype(mx.float32)
     expected = logits[:, true] - (logits[:, false] if false is not None else 0)
     found = model.model(mx.array(PROBE))[:, -1].astype(mx.float32) @ weight
     _require_close(found, expected, mx.abs(logits).max(), "its logits are not a plain product with its last layer")
-    return network, head
+    return lambda hidden, batch: batch.last_token(hidden).astype(mx.float32) @ weight
 
 
 def open_decoder(folder: Path, config: ModelConfig, *, head: bool) -> tuple[Any, mx.array | None]:
@@ -193,16 +185,6 @@ def open_decoder(folder: Path, config: ModelConfig, *, head: bool) -> tuple[Any,
     if kinds != ["KVCache"]:
         raise UnusableModelError(f"not all of its layers attend to all previous tokens ({', '.join(kinds)})")
     return model, scores[0] if scores else None
-
-
-def _read(
-    folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool
-) -> tuple[Any, mx.array | None]:
-    """Load mlx-lm's model; return it and the weight of its ``score`` layer."""
-    model, score = open_decoder(folder, config, head=head)
-    read_model(model, limit_bytes=limit_bytes, dtype=dtype)
-    _check_layers(model)
-    return model, score
 
 
 def _check_layers(model: Any) -> None:

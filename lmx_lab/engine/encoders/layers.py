@@ -121,20 +121,14 @@ def run_to_end(steps: Steps) -> mx.array:
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
     """Convert (rows, length, size) to (rows, heads, length, head size)."""
-    rows, length, width = x.shape
-    return x.reshape(rows, length, heads, width // heads).transpose(0, 2, 1, 3)
-
-
-def join_heads(x: mx.array) -> mx.array:
-    """Convert (rows, heads, length, head size) to (rows, length, size)."""
-    rows, heads, length, size = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(rows, length, heads * size)
+    return mx.unflatten(x, -1, (heads, -1)).transpose(0, 2, 1, 3)
 
 
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, window: int | None = None
 ) -> Steps:
     """Compute attention of all tokens to all, or to tokens that are at most ``window`` away, in blocks of bounded size.
+    The result has the shape (rows, length, size).
 
     Args:
         queries: (rows, heads, length, head size), like keys and values.
@@ -156,7 +150,7 @@ def attend(
         blocks.append(part)
         if block < length:
             yield part
-    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
+    return mx.concatenate(blocks, axis=2).transpose(0, 2, 1, 3).flatten(-2)
 
 
 def block_length(rows: int, heads: int, length: int, window: int | None) -> int:

@@ -15,7 +15,7 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.utils import load_model
 
 from lmx_lab.engine.encoders.bert import ROBERTAS, Bert
-from lmx_lab.engine.encoders.decoder import open_decoder, read_classifier, read_decoder, read_logit_reranker
+from lmx_lab.engine.encoders.decoder import Decoder, classifier_head, logit_head, open_decoder, read_decoder
 from lmx_lab.engine.encoders.layers import (
     Encoder,
     Head,
@@ -39,9 +39,9 @@ from lmx_lab.engine.encoders.sentence_transformers import (
 from lmx_lab.engine.encoders.tokenizer import (
     ChatPairFormat,
     PairFormat,
-    QwenPairFormat,
     TextRules,
     TextTokenizer,
+    qwen_pairs,
 )
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.weights import checked, fit_weights
@@ -251,9 +251,7 @@ def encoder_bytes(entry: ModelEntry, *, limit_bytes: int, dtype: str) -> int:
         if (architecture := ARCHITECTURES.get(entry.architecture)) is not None:
             model: Any = _open_encoder(entry, architecture, has_head=has_head)
         else:
-            heads = config.values.get("architectures") or []
-            is_classifier = any(str(name).endswith("ForSequenceClassification") for name in heads)
-            model, _ = open_decoder(entry.path, config, head=has_head and not is_classifier)
+            model, _ = open_decoder(entry.path, config, head=has_head and not _is_classifier(config))
         fit_weights(model, dtype, limit_bytes=limit_bytes)
         return sum(value.nbytes for value in parameters(model).values())
     except Exception as exc:
@@ -275,14 +273,10 @@ def _open_encoder(entry: ModelEntry, architecture: type[Encoder], *, has_head: b
 
 def _read_decoder(files: EncoderFiles) -> tuple[Network, Head | None]:
     """Read the network of a decoder, and its head; None if the head consists of pooling and modules."""
-    path, config, limit, dtype = files.entry.path, files.config, files.limit_bytes, files.dtype
-    if not files.is_reranker or files.modules_config.pooling is not None:
-        return read_decoder(path, config, limit_bytes=limit, dtype=dtype), None
-    heads = config.values.get("architectures") or []
-    if any(str(name).endswith("ForSequenceClassification") for name in heads):
-        return read_classifier(path, config, limit_bytes=limit, dtype=dtype)
-    tokens = files.modules_config.logit_tokens
-    if tokens is None:
+    is_pooled = not files.is_reranker or files.modules_config.pooling is not None
+    is_classifier, tokens = _is_classifier(files.config), files.modules_config.logit_tokens
+    predicts = not (is_pooled or is_classifier)
+    if predicts and tokens is None:
         # Qwen3-Reranker was published without sentence-transformers files.
         if files.entry.architecture != "qwen3":
             raise UnusableModelError(
@@ -293,22 +287,32 @@ def _read_decoder(files: EncoderFiles) -> tuple[Network, Head | None]:
         if not isinstance(true, int) or not isinstance(false, int) or unknown in {true, false}:
             raise UnusableModelError("its tokenizer has no single tokens for yes and no")
         tokens = true, false
-    return read_logit_reranker(path, config, *tokens, limit_bytes=limit, dtype=dtype)
+    limit, dtype = files.limit_bytes, files.dtype
+    model, score = read_decoder(files.entry.path, files.config, limit_bytes=limit, dtype=dtype, head=predicts)
+    head: Head | None = None
+    if not is_pooled:
+        head = classifier_head(score) if is_classifier or tokens is None else logit_head(model, *tokens)
+    return Decoder(model), head
+
+
+def _is_classifier(config: ModelConfig) -> bool:
+    names = config.values.get("architectures") or []
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def _pair_format(files: EncoderFiles) -> PairFormat | None:
     """Return how pairs become text. Without a definition in the files, the chat template is used if it supports it."""
     modules_config = files.modules_config
     if modules_config.chat is not None:
-        return ChatPairFormat(files.tokenizer, modules_config.chat, files.entry.id)
+        return ChatPairFormat(files.tokenizer, modules_config.chat, files.entry.id).template
     if files.architecture is not None or modules_config.plain:
         return None
     with contextlib.suppress(UnusableModelError):
         input_ = ChatTemplateInput(system=modules_config.prompts.prompt_for(None))
-        return ChatPairFormat(files.tokenizer, input_, files.entry.id)
+        return ChatPairFormat(files.tokenizer, input_, files.entry.id).template
     architectures = files.config.values.get("architectures") or []
     as_published = not modules_config.has_modules and "Qwen3ForCausalLM" in architectures
-    return QwenPairFormat() if as_published or "Qwen3-Reranker" in read_card(files.entry.path) else None
+    return qwen_pairs if as_published or "Qwen3-Reranker" in read_card(files.entry.path) else None
 
 
 def _pooled_head(files: EncoderFiles, network: Network) -> tuple[Head, int]:

@@ -19,7 +19,6 @@ from lmx_lab.engine.encoders.layers import (
     TypedModule,
     attend,
     find_activation,
-    join_heads,
     join_modules,
     pool,
     split_heads,
@@ -67,7 +66,7 @@ class ModernBertLayer(TypedModule):
             for part in (queries, keys)
         )
         attended = yield from attend(queries, keys, values, mask, self.window)
-        x = x + self.attn.Wo(join_heads(attended))
+        x = x + self.attn.Wo(attended)
         # The values and their gates.
         inputs, gates = mx.split(self.mlp.Wi(self.mlp_norm(x)), 2, axis=-1)
         return x + self.mlp.Wo(self.act(inputs) * gates)  # type: ignore[no-any-return]

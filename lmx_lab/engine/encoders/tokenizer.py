@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tokenizers.normalizers import Lowercase
 from tokenizers.normalizers import Sequence as Normalizers
@@ -13,8 +13,9 @@ from tokenizers.normalizers import Sequence as Normalizers
 from lmx_lab.engine.encoders.sentence_transformers import ChatTemplateInput, EncodingPrompts
 from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.texts import TextTokens
-from lmx_lab.engine.tokenizing.encoder import EncodedText, TextEncoder
+from lmx_lab.engine.tokenizing.encoder import TextEncoder
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, render_chat
+from lmx_lab.engine.tokenizing.worker import EncodedText
 from lmx_lab.engine.validation import check_characters, check_size, check_token_ids, context_error, text_too_long
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
 from lmx_lab.values.models import ModelEntry
@@ -36,27 +37,22 @@ class PairTemplate:
     """Whether whitespace at both ends of the document is removed."""
 
 
-class PairFormat(Protocol):
-    """Converts a query and a document to one text, for decoders."""
-
-    async def template(self, query: str) -> PairTemplate:
-        """Return the text around the documents of a query."""
+PairFormat = Callable[[str], Awaitable[PairTemplate]]
+"""Returns the text around the documents of a query, for decoders."""
 
 
-class QwenPairFormat:
-    """The prompt that Qwen3-Reranker was trained with, as documented in its model card."""
-
-    async def template(self, query: str) -> PairTemplate:
-        judge = (
-            "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
-            'Note that the answer can only be "yes" or "no".'
-        )
-        instruct = "Given a web search query, retrieve relevant passages that answer the query"
-        return PairTemplate(
-            before=f"<|im_start|>system\n{judge}<|im_end|>\n<|im_start|>user\n"
-            f"<Instruct>: {instruct}\n<Query>: {query}\n<Document>: ",
-            after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        )
+async def qwen_pairs(query: str) -> PairTemplate:
+    """Return the prompt that Qwen3-Reranker was trained with, as documented in its model card."""
+    judge = (
+        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        'Note that the answer can only be "yes" or "no".'
+    )
+    instruct = "Given a web search query, retrieve relevant passages that answer the query"
+    return PairTemplate(
+        before=f"<|im_start|>system\n{judge}<|im_end|>\n<|im_start|>user\n"
+        f"<Instruct>: {instruct}\n<Query>: {query}\n<Document>: ",
+        after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    )
 
 
 class ChatPairFormat:
@@ -267,7 +263,7 @@ class TextTokenizer:
         *,
         truncate: bool,
     ) -> list[TextTokens]:
-        template = await format.template(query)
+        template = await format(query)
         around = await self._encoder.encode([template.before + template.after], param="query", special=False)
         self._check_room(around[0].length)
         if template.strip:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 KEYWORDS: Mapping[str, frozenset[str]] = {
@@ -99,7 +101,11 @@ class _Translation:
         keys, types = ALL_KEYWORDS & schema.keys(), _types(schema)
         options: list[str] = []
         if keys == {"$ref"}:
-            options = [self._reference(schema["$ref"])]
+            reference = f"$ref {schema['$ref']}"
+            if reference not in self._names:
+                self._names[reference] = name = f"r{len(self._names)}"
+                self.rules.append(f"{name}: {self.value(find(schema['$ref'], self._root))}")
+            options = [self._names[reference]]
         elif keys in ({"anyOf"}, {"oneOf"}, {"allOf"}):
             ((key, given),) = ((key, schema[key]) for key in keys)
             # All parts of an allOf with several apply; they are left to llguidance.
@@ -113,7 +119,9 @@ class _Translation:
                 options = [self._constant(value) for value in values if not types or _types_of(value) & set(types)]
         elif types and not keys & COMBINING:
             options = [self._typed(kind, schema) for kind in types]
-        return self._select(options) if options else self._leaf(schema)
+        if not options:
+            return self._leaf(schema)
+        return options[0] if len(options) == 1 else self._rule(" | ".join(options))
 
     def _typed(self, kind: str, schema: dict[str, Any]) -> str:
         """Return the expression of the values of one type."""
@@ -175,9 +183,10 @@ class _Translation:
         if others is not False:
             key = self._rule(rf'/"(?:{CHARACTER})*"/')
             if parts:
-                taken = "|".join(_escaped(json.dumps(name, ensure_ascii=False)) for name in parts)
+                escaped = partial(re.sub, "[^A-Za-z0-9]", lambda found: f"\\u{{{ord(found[0]):x}}}")
+                taken = "|".join(escaped(json.dumps(name, ensure_ascii=False)) for name in parts)
                 # Without escapes, so that no name can be written in two ways.
-                key = self._terminal(rf'/"[^"\\\x00-\x1f\x7f]*"/ & ~/{taken}/')
+                key = self._rule(rf'/"[^"\\\x00-\x1f\x7f]*"/ & ~/{taken}/')
             pair = self._rule(f"{key} colon {self.value(others)}")
             after, begin = f"(comma {pair})*", f"({pair} (comma {pair})*)?"
         for name, part in reversed(known.items()):
@@ -209,12 +218,6 @@ class _Translation:
             self.rules.append(f'any: "null" | "true" | "false" | {number} | {text} | {lists} | {objects}')
         return "any"
 
-    def _reference(self, reference: Any) -> str:
-        if (name := self._names.get(f"$ref {reference}")) is None:
-            name = self._names[f"$ref {reference}"] = f"r{len(self._names)}"
-            self.rules.append(f"{name}: {self.value(find(reference, self._root))}")
-        return name
-
     def _leaf(self, schema: Any) -> str:
         """Leave a part of the schema to llguidance."""
         text = json.dumps(schema)
@@ -227,18 +230,9 @@ class _Translation:
             schema = {**schema, **root}
         return self._rule(f"%json {json.dumps(with_options(schema, self._spacing))}")
 
-    def _select(self, options: Sequence[str]) -> str:
-        return options[0] if len(options) == 1 else self._rule(" | ".join(options))
-
     def _rule(self, text: str) -> str:
-        return self._named("v", text)
-
-    def _terminal(self, text: str) -> str:
-        return self._named("T", text)
-
-    def _named(self, letter: str, text: str) -> str:
         if (name := self._names.get(text)) is None:
-            letter = "T" if text.startswith("/") else letter
+            letter = "T" if text.startswith("/") else "v"
             name = self._names[text] = f"{letter}{len(self._names)}"
             self.rules.append(f"{name}: {text}")
         return name
@@ -433,11 +427,6 @@ def _repeated(text: str, low: int, high: int | None) -> str:
     if high is None:
         return f"{text}*" if low == 0 else f"{text}{{{low},}}"
     return f"{text}{{{low},{high}}}" if high else ""
-
-
-def _escaped(text: str) -> str:
-    """Return a regular expression of this text."""
-    return "".join(each if each.isalnum() and each.isascii() else f"\\u{{{ord(each):x}}}" for each in text)
 
 
 def _literal(text: str) -> str:

@@ -318,7 +318,14 @@ class LlamaModel(LoadedModel[AnswerReader]):
             part = job.texts[first : first + SLICE]
             async with self._encoding:
                 job.start()
-                rows += await (self._scores(part) if by_pairs else self._vectors(part))
+                if by_pairs:
+                    pairs = [text.pair for text in part if text.pair is not None]
+                    query = {"query": pairs[0][0], "documents": [document for _, document in pairs]}
+                    found, name = (await self._ask("/v1/rerank", query))["results"], "relevance_score"
+                else:
+                    body = {"input": [list(text.tokens) for text in part]}
+                    found, name = (await self._ask("/v1/embeddings", body))["data"], "embedding"
+            rows += [row[name] for row in sorted(found, key=lambda row: int(row["index"]))]
             self.encoded_tokens += sum(len(text.tokens) for text in part)
             self.worked_at = time.perf_counter()
         job.peak_memory_bytes = self._memory_bytes
@@ -327,15 +334,6 @@ class LlamaModel(LoadedModel[AnswerReader]):
             # The activation that sentence-transformers uses for a head with one score, unless a file names another.
             computed = (1 / (1 + np.exp(-computed))).astype(np.float32)
         return computed
-
-    async def _vectors(self, texts: Sequence[TextTokens]) -> list[list[float]]:
-        answer = await self._ask("/v1/embeddings", {"input": [list(text.tokens) for text in texts]})
-        return [row["embedding"] for row in sorted(answer["data"], key=lambda row: int(row["index"]))]
-
-    async def _scores(self, texts: Sequence[TextTokens]) -> list[float]:
-        pairs = [text.pair for text in texts if text.pair is not None]
-        answer = await self._ask("/v1/rerank", {"query": pairs[0][0], "documents": [document for _, document in pairs]})
-        return [row["relevance_score"] for row in sorted(answer["results"], key=lambda row: int(row["index"]))]
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> Any:
         try:

@@ -13,9 +13,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Generator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,9 +21,8 @@ import numpy as np
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.jobs import JobQueue
+from lmx_lab.engine.mlx.jobs import Job, JobQueue
 from lmx_lab.engine.mlx.loop import Room
-from lmx_lab.engine.model import LoadedModel
 from lmx_lab.engine.texts import TextJob, TextTokens
 from lmx_lab.errors import ContextLengthError, EngineError, QueueFullError
 from lmx_lab.values.outputs import Vectors
@@ -44,13 +41,11 @@ LAYERWISE_TOKENS = 64
 
 
 @dataclass(kw_only=True, eq=False)
-class EncodeJob(TextJob):
+class EncodeJob(TextJob, Job[Vectors]):
     """The texts of one request, and the rows that have been computed: vectors, or a reranker's scores."""
 
-    model: LoadedModel[Any]
     encoder: weakref.ref[LoadedEncoder]
     """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""
-    done: Future[Vectors] = field(default_factory=Future)
     rows: dict[int, Vectors] = field(default_factory=dict)
     """Rows of the distinct texts that have been computed, by the index of the text."""
     left: list[tuple[int, int]] = field(init=False)

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from lmx_lab.engine.model import LoadedModel
 from lmx_lab.errors import LabError
 
+Result = TypeVar("Result")
 
-class Job(Protocol):
+
+@dataclass(kw_only=True, eq=False)
+class Job(Generic[Result]):
     """A request that is computed on the engine thread."""
 
-    @property
-    def model(self) -> LoadedModel[Any]: ...
-
-    @property
-    def done(self) -> Future[Any]: ...
+    model: LoadedModel[Any]
+    done: Future[Result] = field(default_factory=Future)
 
 
-J = TypeVar("J", bound=Job)
-Result = TypeVar("Result")
+J = TypeVar("J", bound=Job[Any])
 
 
 class JobQueue(Generic[J, Result]):

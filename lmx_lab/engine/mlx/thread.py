@@ -35,7 +35,7 @@ from lmx_lab.values.engine import BlasReport
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=Job[Any])
 
 
 class MlxThread:

@@ -6,9 +6,7 @@ import logging
 import time
 import traceback
 import weakref
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
@@ -16,10 +14,9 @@ from lmx_lab.engine.mlx.capture.activations import Steps, TraceContext, compute_
 from lmx_lab.engine.mlx.capture.lens import compute_attribution, compute_logit_lens
 from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import HookPoints
-from lmx_lab.engine.mlx.jobs import JobQueue
+from lmx_lab.engine.mlx.jobs import Job, JobQueue
 from lmx_lab.engine.mlx.loop import Room
 from lmx_lab.engine.mlx.model import ChatWeights
-from lmx_lab.engine.model import LoadedModel
 from lmx_lab.errors import ContextLengthError, EngineError, LabError
 from lmx_lab.values.tracing import Activations, Attribution, LogitLens, Patching, Trace, TraceWork
 
@@ -36,7 +33,7 @@ measured."""
 
 
 @dataclass(kw_only=True, eq=False)
-class TraceJob:
+class TraceJob(Job[Trace]):
     """A request for a trace."""
 
     work: TraceWork
@@ -45,10 +42,8 @@ class TraceJob:
     """Tokens of the clean text of ``Patching``."""
     chosen: list[int]
     """Ids of the tokens that ``Patching`` or ``Attribution`` names."""
-    model: LoadedModel[Any]
     weights: weakref.ref[ChatWeights]
     """A weak reference, so that an object that refers to an ended request does not keep the weights in memory."""
-    done: Future[Trace] = field(default_factory=Future)
     started_at: float = 0.0
     """When the computation began (``time.perf_counter``); 0 before."""
 

@@ -311,10 +311,11 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
         parse = partial(_parse_mistral_calls, parse) if is_mistral else parse
         names = PARSED_NAMES.get(parser, ".+")
         own_calls = OwnCallFormat(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse, names)
+    ended = tokenizer.encode(reasoning_markers[1], add_special_tokens=False) if reasoning_markers is not None else ()
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return ChatFormat(
         reasoning_markers=reasoning_markers,
-        reasoning_end=_tokens(tokenizer, reasoning_markers[1]) if reasoning_markers is not None else (),
+        reasoning_end=tuple(map(int, ended)),
         supports_tools=is_harmony or tokenizer.has_tool_calling or _writes_generic_calls(tokenizer),
         supports_system=_supports_system(tokenizer),
         supports_notes=_supports_system(tokenizer, after=(USER, ANSWER)),
@@ -431,10 +432,6 @@ def _without_clashes(message: Mapping[str, Any]) -> dict[str, Any]:
     # Before a call, the template of gpt-oss shows either content or reasoning, and rejects messages with both.
     clash = bool(message.get("tool_calls")) and bool(message["content"])
     return {name: value for name, value in message.items() if not (clash and name == "reasoning_content")}
-
-
-def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
 
 
 def _marker(text: str, added: Mapping[int, Any]) -> Marker:

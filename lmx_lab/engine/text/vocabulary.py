@@ -6,11 +6,11 @@ chat-completions format reports both.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lmx_lab.engine.tokenizing.encoder import flatten, step_of
 from lmx_lab.values.outputs import token_text
 
 Decoder = Callable[[str], bytes]
@@ -73,8 +73,7 @@ def build_decoder(backend: Any) -> Decoder | None:
     """
     if backend.decoder is None:
         return None
-    # The state is the only way to inspect a decoder; its classes have no attributes.
-    steps = list(_steps(json.loads(backend.decoder.__getstate__())))
+    steps = list(flatten(step_of(backend.decoder)))
     if any(step["type"] == "ByteLevel" for step in steps):
         return decode_byte_level
     replacements = []
@@ -90,14 +89,6 @@ def build_decoder(backend: Any) -> Decoder | None:
             case _:
                 return None
     return partial(replace_text, replacements, any(step["type"] == "ByteFallback" for step in steps))
-
-
-def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if decoder["type"] != "Sequence":
-        yield decoder
-        return
-    for step in decoder["decoders"]:
-        yield from _steps(step)
 
 
 def replace_text(replacements: list[tuple[str, str]], fallback: bool, name: str) -> bytes:

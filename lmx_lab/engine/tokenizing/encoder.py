@@ -11,7 +11,6 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from lmx_lab.engine.sandbox import (
     Setup,
     shared_pool,
 )
-from lmx_lab.engine.tokenizing.worker import pack, unpack
+from lmx_lab.engine.tokenizing.worker import EncodedText, encode, pack, unpack
 from lmx_lab.errors import EngineError, InvalidRequestError, QueueFullError
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -34,20 +33,6 @@ LIMIT_S = 4.0
 SHORT_CHARACTERS = 50_000
 """Number of characters that are encoded in this process, which takes up to 20 ms."""
 Text = TypeVar("Text", str, tuple[str, str])
-
-
-@dataclass(frozen=True)
-class EncodedText:
-    """The tokens of a text or of a pair."""
-
-    ids: list[int]
-    """The first tokens: all of them, unless the caller needs fewer."""
-    length: int
-    """Number of all tokens."""
-    second_start: int | None = None
-    """Index of the first token of the second text of a pair, for tokenizers that mark it."""
-    starts: Sequence[int] = ()
-    """Index of the first character of each token, if the caller asked for it."""
 
 
 class TextEncoder:
@@ -100,7 +85,7 @@ class TextEncoder:
         length = sum(map(len, flat))
         options: dict[str, Any] = {"special": special, "keep": keep, "truncation": truncation, "starts": starts}
         if self.is_bounded and length <= SHORT_CHARACTERS:
-            work = partial(self._encode_here, texts, param, **options)
+            work = partial(self._encode_here, list(texts), param, options)
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         parts = [part.encode() for part in flat]
         message = pack({"sizes": [len(part) for part in parts], "pairs": pairs, **options}, b"".join(parts))
@@ -145,36 +130,13 @@ class TextEncoder:
                 param=param,
             ) from exc
 
-    def _encode_here(
-        self,
-        texts: Sequence[Any],
-        param: str | None,
-        *,
-        special: bool,
-        keep: int | None,
-        truncation: tuple[int, str] | None,
-        starts: bool,
-    ) -> list[EncodedText]:
-        backend = self._backend
-        if truncation is not None:
-            backend.enable_truncation(truncation[0], strategy=truncation[1])
+    def _encode_here(self, texts: list[Any], param: str | None, options: dict[str, Any]) -> list[EncodedText]:
         try:
-            encode = backend.encode_batch if starts else backend.encode_batch_fast
-            encodings = encode(list(texts), add_special_tokens=special)
+            return [*encode(self._backend, texts, **options)]
         except BaseException as exc:
             if isinstance(exc, Exception) or is_panic(exc):
                 raise self._failure(exc, param) from None
             raise
-        finally:
-            if truncation is not None:
-                backend.no_truncation()
-        found = []
-        for encoding in encodings:
-            ids, kinds = encoding.ids, encoding.type_ids
-            second_start = kinds.index(1) if 1 in kinds else None
-            places = [start for start, _ in encoding.offsets[:keep]] if starts else ()
-            found.append(EncodedText(ids if keep is None else ids[:keep], len(ids), second_start, places))
-        return found
 
     def _failure(self, reason: object, param: str | None) -> InvalidRequestError:
         what = param or "the text"

@@ -19,9 +19,9 @@ import resource
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MEMORY_BYTES = 8 * 2**30
 """Address space of the process; a text of 8 MB takes up to 2 GB. macOS does not enforce this limit."""
@@ -107,22 +107,49 @@ def _answer(header: dict[str, Any], data: memoryview) -> bytes:
         start += size
     if header["pairs"]:
         texts = list(zip(texts[::2], texts[1::2], strict=True))
-    if header["truncation"] is not None:
-        length, strategy = header["truncation"]
-        tokenizer.enable_truncation(length, strategy=strategy)
-    try:
-        encode = tokenizer.encode_batch if header["starts"] else tokenizer.encode_batch_fast
-        encodings = encode(texts, add_special_tokens=header["special"])
-    finally:
-        tokenizer.no_truncation()
-    keep, numbers = header["keep"], array("I")
-    lengths, seconds = [], []
-    for encoding in encodings:
-        ids = encoding.ids
-        lengths.append(len(ids))
-        numbers.extend(ids if keep is None else ids[:keep])
-        kinds = encoding.type_ids if header["pairs"] else []
-        seconds.append(kinds.index(1) if 1 in kinds else None)
-        if header["starts"]:
-            numbers.extend(start for start, _ in encoding.offsets[:keep])
+    options = {name: header[name] for name in ("special", "keep", "truncation", "starts")}
+    lengths, seconds, numbers = [], [], array("I")
+    for encoded in encode(tokenizer, texts, **options):
+        lengths.append(encoded.length)
+        seconds.append(encoded.second_start)
+        numbers.extend(encoded.ids)
+        numbers.extend(encoded.starts)
     return pack({"lengths": lengths, "seconds": seconds}, numbers.tobytes())
+
+
+class EncodedText(NamedTuple):
+    """The tokens of a text or of a pair."""
+
+    ids: list[int]
+    """The first tokens: all of them, unless the caller needs fewer."""
+    length: int
+    """Number of all tokens."""
+    second_start: int | None = None
+    """Index of the first token of the second text of a pair, for tokenizers that mark it."""
+    starts: Sequence[int] = ()
+    """Index of the first character of each token, if the caller asked for it."""
+
+
+def encode(
+    tokenizer: Any,
+    texts: list[Any],
+    *,
+    special: bool,
+    keep: int | None,
+    truncation: tuple[int, str] | None,
+    starts: bool,
+) -> Iterator[EncodedText]:
+    """Encode texts or pairs with a ``tokenizers.Tokenizer``; for the arguments, see ``TextEncoder.encode``."""
+    if truncation is not None:
+        tokenizer.enable_truncation(truncation[0], strategy=truncation[1])
+    try:
+        encode_batch = tokenizer.encode_batch if starts else tokenizer.encode_batch_fast
+        encodings = encode_batch(texts, add_special_tokens=special)
+    finally:
+        if truncation is not None:
+            tokenizer.no_truncation()
+    for text, encoding in zip(texts, encodings, strict=True):
+        ids, kinds = encoding.ids, [] if isinstance(text, str) else encoding.type_ids
+        second_start = kinds.index(1) if 1 in kinds else None
+        places = [start for start, _ in encoding.offsets[:keep]] if starts else ()
+        yield EncodedText(ids if keep is None else ids[:keep], len(ids), second_start, places)
