@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from enum import Enum, auto
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from lmx_lab.errors import ArgumentError, HostingError
@@ -570,9 +570,7 @@ class BlockingStream(Generic[Item]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         if kind is None and self._iterator is not None and not self._has_ended:
             self._iterator.finish()
         self.close()

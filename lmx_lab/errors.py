@@ -63,7 +63,7 @@ The message is for people: it names the value, the limit and the next step. HTTP
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 
@@ -78,6 +78,12 @@ class LabError(Exception):
 
     code: ClassVar[str] = "internal-error"
 
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        """Set the code of a class that has its own."""
+        super().__init_subclass__()
+        if code is not None:
+            cls.code, ERROR_CLASSES[code] = code, cls
+
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -85,20 +91,20 @@ class LabError(Exception):
         self.retry_after_s = retry_after_s
 
 
+ERROR_CLASSES: dict[str, type[LabError]] = {LabError.code: LabError}
+"""The class to raise for a code from a server's answer."""
+
+
 # The request is wrong: sending it again does not help.
 
 
-class CallerError(LabError):
+class CallerError(LabError, code="invalid-request"):
     """The request is wrong; sending it again does not help."""
 
-    code = "invalid-request"
 
-
-class InvalidRequestError(CallerError):
+# The same code as the parent's, stated again: clients raise this class for it.
+class InvalidRequestError(CallerError, code="invalid-request"):
     """The body is malformed, or a value is missing, of a wrong type or not allowed."""
-
-    # The same code as the parent's, stated again: clients raise this class for it.
-    code = "invalid-request"
 
 
 class ArgumentError(InvalidRequestError, TypeError):
@@ -112,21 +118,17 @@ class ArgumentError(InvalidRequestError, TypeError):
         return cls(f"{function}() has no argument {name!r:.80}{remedy}", param=name)
 
 
-class BodyTooLargeError(InvalidRequestError):
+class BodyTooLargeError(InvalidRequestError, code="body-too-large"):
     """The request body is larger than the limit."""
-
-    code = "body-too-large"
 
 
 class SlowRequestError(InvalidRequestError):
     """The body of the request arrived too slowly."""
 
 
-class ContextLengthError(InvalidRequestError):
+# The spelling of OpenAI's API, because clients compare it.
+class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
     """The prompt is longer than the model's context."""
-
-    # The spelling of OpenAI's API, because clients compare it.
-    code = "context_length_exceeded"
 
 
 class UnclearModelError(InvalidRequestError):
@@ -137,117 +139,81 @@ class UnusableModelError(InvalidRequestError):
     """The files are not a model or are damaged, or no engine on this machine can run them."""
 
 
-class ModelNotFoundError(CallerError):
+class ModelNotFoundError(CallerError, code="model-not-found"):
     """The model is not on the disk, and was not downloaded: downloads are off, or no source has it."""
 
-    code = "model-not-found"
 
-
-class UnauthorizedError(CallerError):
+class UnauthorizedError(CallerError, code="unauthorized"):
     """The server needs a key, which was not given or is wrong."""
 
-    code = "unauthorized"
 
-
-class HostForbiddenError(CallerError):
+class HostForbiddenError(CallerError, code="host-forbidden"):
     """The Host header is not in the allow-list."""
 
-    code = "host-forbidden"
 
-
-class OriginForbiddenError(CallerError):
+class OriginForbiddenError(CallerError, code="origin-forbidden"):
     """The Origin header belongs to a web page that is not allowed to call the server."""
 
-    code = "origin-forbidden"
 
-
-class AdminForbiddenError(CallerError):
+class AdminForbiddenError(CallerError, code="admin-forbidden"):
     """Only callers on the server's machine may load and unload models, and steer requests."""
 
-    code = "admin-forbidden"
 
-
-class NotFoundError(CallerError):
+class NotFoundError(CallerError, code="not-found"):
     """Nothing has this id. There is a subclass for each kind of object."""
 
-    code = "not-found"
 
-
-class SessionNotFoundError(NotFoundError):
+class SessionNotFoundError(NotFoundError, code="session-not-found"):
     """No session has this id."""
 
-    code = "session-not-found"
 
-
-class TurnNotFoundError(NotFoundError):
+class TurnNotFoundError(NotFoundError, code="turn-not-found"):
     """The session has no turn of this id."""
 
-    code = "turn-not-found"
 
-
-class PermissionNotFoundError(NotFoundError):
+class PermissionNotFoundError(NotFoundError, code="permission-not-found"):
     """No permission has this id."""
 
-    code = "permission-not-found"
 
-
-class McpServerNotFoundError(NotFoundError):
+class McpServerNotFoundError(NotFoundError, code="mcp-server-not-found"):
     """No MCP server has this name."""
 
-    code = "mcp-server-not-found"
 
-
-class ConflictError(CallerError):
+class ConflictError(CallerError, code="conflict"):
     """The object's current state does not allow the request; the message names the state."""
 
-    code = "conflict"
 
-
-class TurnInProgressError(ConflictError):
+class TurnInProgressError(ConflictError, code="turn-in-progress"):
     """The session is running a turn, and the request was not to wait for its end."""
 
-    code = "turn-in-progress"
 
-
-class IdempotencyConflictError(ConflictError):
+class IdempotencyConflictError(ConflictError, code="idempotency-conflict"):
     """The id was used before, for a request with another body."""
 
-    code = "idempotency-conflict"
 
-
-class AlreadyResolvedError(ConflictError):
+class AlreadyResolvedError(ConflictError, code="already-resolved"):
     """Another client has already decided on the permission."""
 
-    code = "already-resolved"
 
-
-class RevisionConflictError(ConflictError):
+class RevisionConflictError(ConflictError, code="revision-conflict"):
     """Another client has changed the object since it was read."""
 
-    code = "revision-conflict"
 
-
-class McpServerExistsError(ConflictError):
+class McpServerExistsError(ConflictError, code="mcp-server-exists"):
     """An MCP server of this name exists."""
 
-    code = "mcp-server-exists"
 
-
-class GoneError(CallerError):
+class GoneError(CallerError, code="gone"):
     """The object existed and is no longer available."""
 
-    code = "gone"
 
-
-class CursorExpiredError(GoneError):
+class CursorExpiredError(GoneError, code="cursor-expired"):
     """The events after this cursor are not in the daemon's log.
 
     Args:
         reason: ``pruned``: they were deleted. ``ahead``: the log has not reached the cursor. ``other-stream``: the
             cursor is from the log of another database.
     """
-
-    code = "cursor-expired"
 
     def __init__(
         self,
@@ -261,10 +227,8 @@ class CursorExpiredError(GoneError):
         self.reason: Literal["pruned", "ahead", "other-stream"] = reason
 
 
-class PermissionExpiredError(GoneError):
+class PermissionExpiredError(GoneError, code="permission-expired"):
     """The time for a decision on the permission is over, or its turn has ended."""
-
-    code = "permission-expired"
 
 
 # The request is right, but cannot be served now.
@@ -274,66 +238,48 @@ class UnavailableError(LabError):
     """The request is right but cannot be served now; the message states when, or what must happen first."""
 
 
-class NotLoadedError(UnavailableError):
+class NotLoadedError(UnavailableError, code="no-model-loaded"):
     """No model is loaded, or the loaded model is about to be unloaded."""
-
-    code = "no-model-loaded"
 
 
 class OtherModelLoadedError(NotLoadedError):
     """A model other than the requested one is loaded."""
 
 
-class ModelBusyError(UnavailableError):
+class ModelBusyError(UnavailableError, code="model-busy"):
     """Another model is being loaded."""
 
-    code = "model-busy"
 
-
-class QueueFullError(UnavailableError):
+class QueueFullError(UnavailableError, code="queue-full"):
     """Too many requests are waiting."""
 
-    code = "queue-full"
 
-
-class StorageFullError(UnavailableError):
+class StorageFullError(UnavailableError, code="storage-full"):
     """The disk has no room for the download or for the daemon's log."""
 
-    code = "storage-full"
 
-
-class DownloadError(UnavailableError):
+class DownloadError(UnavailableError, code="download-failed"):
     """The hub or the package index did not deliver a file."""
 
-    code = "download-failed"
 
-
-class UnreachableError(UnavailableError):
+class UnreachableError(UnavailableError, code="unreachable"):
     """No LMX Lab server answers at the address, or its answer is not valid."""
 
-    code = "unreachable"
 
-
-class ConnectionLostError(UnreachableError):
+class ConnectionLostError(UnreachableError, code="connection-lost"):
     """The connection was lost before the answer was complete."""
-
-    code = "connection-lost"
 
 
 class WrongServerError(UnreachableError):
     """Another program answers at the address, so repeating the request does not help."""
 
 
-class UpstreamUnreachableError(UnavailableError):
+class UpstreamUnreachableError(UnavailableError, code="upstream-unreachable"):
     """The daemon cannot reach its model server."""
 
-    code = "upstream-unreachable"
 
-
-class StoppingError(UnavailableError):
+class StoppingError(UnavailableError, code="daemon-stopping"):
     """The daemon is stopping."""
-
-    code = "daemon-stopping"
 
 
 class BatchStoppedError(UnavailableError):
@@ -350,10 +296,8 @@ class EngineError(LabError):
     """The generation has failed; the engine can be used for other requests."""
 
 
-class GenerationTimeoutError(EngineError):
+class GenerationTimeoutError(EngineError, code="lmx-timeout"):
     """The request has reached its time limit."""
-
-    code = "lmx-timeout"
 
     @classmethod
     def after(cls, limit_s: float, next_step: str = "send a shorter request") -> Self:
@@ -363,62 +307,40 @@ class GenerationTimeoutError(EngineError):
         )
 
 
-class OutOfMemoryError(EngineError):
+class OutOfMemoryError(EngineError, code="oom-unloaded"):
     """There is not enough memory: the model was not loaded, or was unloaded."""
-
-    code = "oom-unloaded"
 
 
 class EngineDeadError(EngineError):
     """The engine's thread or process has ended. Loading a model starts it again."""
 
 
-class TurnError(LabError):
+class TurnError(LabError, code="turn-failed"):
     """The turn has ended without an answer."""
 
-    code = "turn-failed"
 
-
-class DaemonRestartedError(TurnError):
+class DaemonRestartedError(TurnError, code="daemon-restarted"):
     """The daemon ended while the turn was running."""
 
-    code = "daemon-restarted"
 
-
-class TurnTimeoutError(TurnError):
+class TurnTimeoutError(TurnError, code="turn-timeout"):
     """The turn has reached its time limit."""
 
-    code = "turn-timeout"
 
-
-class HostingError(LabError):
+class HostingError(LabError, code="start-failed"):
     """A server, client or stream of this process cannot be started or used; the message contains the reason."""
 
-    code = "start-failed"
 
-
-class PortTakenError(HostingError):
+class PortTakenError(HostingError, code="port-taken"):
     """Another program uses the port that was requested."""
 
-    code = "port-taken"
 
-
-class DaemonRunningError(HostingError):
+class DaemonRunningError(HostingError, code="daemon-running"):
     """A daemon is already running in this home folder."""
 
-    code = "daemon-running"
 
-
-class MissingPackageError(LabError, ImportError):
+class MissingPackageError(LabError, ImportError, code="package-missing"):
     """An optional package is not installed; the message contains the command that installs it."""
-
-    code = "package-missing"
-
-
-def _with_subclasses(kind: type[LabError]) -> Iterator[type[LabError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _with_subclasses(child)
 
 
 OTHER_NAMES = {
@@ -449,9 +371,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     similar = difflib.get_close_matches(name[-80:].casefold(), by_spelling, n=1)
     suggested = other if other in names else by_spelling[similar[0]] if similar else None
     return f"; did you mean {suggested!r}?" if suggested else ""
-
-
-ERROR_CLASSES: dict[str, type[LabError]] = {
-    kind.code: kind for kind in _with_subclasses(LabError) if "code" in vars(kind)
-}
-"""The class to raise for a code from a server's answer."""

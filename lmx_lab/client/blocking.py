@@ -6,7 +6,6 @@ import asyncio
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from lmx_lab.blocking import Portal
@@ -95,7 +94,5 @@ class BlockingClient(Generic[Client]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -7,7 +7,6 @@ import http
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
@@ -112,9 +111,7 @@ class EventServer:
         self._server = await serve(self._talk, "127.0.0.1", 0, process_request=self._begin, compression=None)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._server.close()
         await self._server.wait_closed()
 

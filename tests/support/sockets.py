@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import httpx2
@@ -306,9 +305,7 @@ class Proxy:
         self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._server.close()
         self.cut()
         if self._open:

@@ -21,18 +21,8 @@ from lmx_lab.sanitize import UNSAFE
 from lmx_lab.wire.mcp import REDACTED, ChangeMcpServer, ErrorKind, McpServerConfig
 
 INHERITED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LANGUAGE",
-    "LC_ALL",
-    "LC_CTYPE",
-    "LOGNAME",
-    "USER",
-    "SHELL",
-    "TERM",
-    "TMPDIR",
-    "TZ",
+    *("PATH", "HOME", "LOGNAME", "USER", "SHELL", "TERM", "TMPDIR", "TZ"),
+    *("LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE"),
 )
 """The variables of the daemon's environment that a server inherits. It receives no others."""
 NO_RESTART = frozenset({"name", "permission"})
@@ -43,10 +33,7 @@ _VARIABLE_NAME = re.compile(r"[^=\0]{1,256}")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}")
 _TRANSPORTS: dict[str, Literal["stdio", "http"]] = {
     "stdio": "stdio",
-    "http": "http",
-    "streamable-http": "http",
-    "streamableHttp": "http",
-    "streamable_http": "http",
+    **dict.fromkeys(("http", "streamable-http", "streamableHttp", "streamable_http"), "http"),
 }
 _VARIABLE = re.compile(r"\$\{[^}\"]*\}")
 _FIELDS = {"command", "args", "env", "cwd", "url", "headers"}
