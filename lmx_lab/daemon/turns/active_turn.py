@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -17,26 +17,20 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.storage.turns import StartedTurn, end_from_rows
+from lmx_lab.daemon.tools.tool import ToolResult
 from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.concurrency import TurnSlots, retry_delays
 from lmx_lab.daemon.turns.machine import (
     CallModel,
     EndToolCall,
     EndTurn,
-    ModelAnswered,
-    ModelFailed,
-    PermissionDecided,
     RequestPermission,
     SaveAnswer,
     StartTool,
     StopModel,
-    StopRequested,
-    StopTimedOut,
     StopTool,
-    ToolEnded,
     TurnAction,
     TurnEnding,
-    TurnInput,
     TurnMachine,
     TurnPhase,
     WithdrawPermissions,
@@ -57,6 +51,8 @@ PROGRESS_CHARACTERS = 4000
 """Maximum length of one message of progress."""
 Change = Callable[[Transaction], object]
 """Changes rows and appends events."""
+Input = Callable[[], list[TurnAction] | Awaitable[list[TurnAction]]]
+"""An input of the state machine, which returns what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +65,6 @@ class TurnDependencies:
     limits: Limits
     retry_s: float
     """Delay before the first retry of a change that cannot be written. Later delays are longer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PermissionExpired:
-    permission_id: str
-    call_id: str
 
 
 class ActiveTurn:
@@ -109,8 +99,7 @@ class ActiveTurn:
             parallel_tools=limits.parallel_tools,
             broken_calls=limits.broken_calls,
         )
-        self._inbox: asyncio.Queue[TurnInput | _PermissionExpired | None] = asyncio.Queue()
-        """None means that the interval of a batch has passed: text that was received is written."""
+        self._inbox: asyncio.Queue[Input] = asyncio.Queue()
         self._pending: list[Change] = []
         """Changes that are not in the log yet, in order."""
         self._abandoned = asyncio.Event()
@@ -139,7 +128,7 @@ class ActiveTurn:
         if self._is_stopping or self._machine.phase is TurnPhase.ENDED:
             return False
         self._is_stopping = True
-        self._inbox.put_nowait(StopRequested(ending=ending))
+        self._inbox.put_nowait(partial(self._machine.stop, ending))
         return True
 
     def apply_decision(self, permission: PermissionRecord) -> None:
@@ -148,7 +137,7 @@ class ActiveTurn:
         if is_allowed and permission.scope == "session":
             self._granted.add(permission.tool)
         message = "the user has denied this call; do not repeat it, and continue without it"
-        self._inbox.put_nowait(PermissionDecided(call_id=permission.call_id, allowed=is_allowed, message=message))
+        self._inbox.put_nowait(partial(self._machine.decide, permission.call_id, allowed=is_allowed, message=message))
 
     def abandon(self) -> None:
         """Stop trying to write the end of the turn. The next start of the daemon ends it."""
@@ -170,7 +159,8 @@ class ActiveTurn:
             self._call_ids = call_ids(self._history)
             await self._perform(self._machine.start())
             while self._machine.phase is not TurnPhase.ENDED:
-                await self._perform(await self._receive(await self._inbox.get()))
+                actions = (await self._inbox.get())()
+                await self._perform(actions if isinstance(actions, list) else await actions)
         except StoppingError:
             log.warning("turn %s is ended by the next start of the daemon: the database is closed", self.key.turn_id)
         except Exception as exc:
@@ -196,21 +186,17 @@ class ActiveTurn:
 
     # The loop
 
-    async def _receive(self, received: TurnInput | _PermissionExpired | None) -> list[TurnAction]:
-        """Return the actions that follow from an entry of the inbox."""
-        if received is None:
-            return []
-        if not isinstance(received, _PermissionExpired):
-            return self._machine.handle(received)
+    async def _expire_permission(self, permission_id: str, call_id: str) -> list[TurnAction]:
+        """Deny a permission without a decision."""
         try:
-            is_expired = await self._dependencies.store.write(lambda tx: permissions.expire(tx, received.permission_id))
+            is_expired = await self._dependencies.store.write(lambda tx: permissions.expire(tx, permission_id))
         except StorageFullError as exc:
-            return self._machine.handle(StopRequested(ending=TurnEnding(error=exc)))
+            return self._machine.stop(TurnEnding(error=exc))
         if not is_expired:
             return []
         timeout_s = self._limits.permission_timeout_s
         message = f"this call was not allowed within {timeout_s:g} s; continue without it"
-        return self._machine.handle(PermissionDecided(call_id=received.call_id, allowed=False, message=message))
+        return self._machine.decide(call_id, allowed=False, message=message)
 
     async def _perform(self, actions: list[TurnAction]) -> None:
         """Write the actions to the log in one transaction, then perform their effects."""
@@ -237,7 +223,7 @@ class ActiveTurn:
             await self._write(ending=self._machine.phase is TurnPhase.STOPPING)
         except StorageFullError as exc:
             if self._machine.phase is not TurnPhase.STOPPING:
-                await self._perform(self._machine.handle(StopRequested(ending=TurnEnding(error=exc))))
+                await self._perform(self._machine.stop(TurnEnding(error=exc)))
             return
         for effect in effects:
             effect()
@@ -265,7 +251,7 @@ class ActiveTurn:
                     arguments=action.arguments,
                     timeout_s=timeout_s,
                 )
-                expired = _PermissionExpired(permission_id=permission_id, call_id=action.call.call_id)
+                expired = partial(self._expire_permission, permission_id, action.call.call_id)
                 return partial(self._call_later, timeout_s, partial(self._inbox.put_nowait, expired))
             case StartTool():
                 self._add_change(turns.start_tool, call=action.call, arguments=action.arguments)
@@ -295,7 +281,7 @@ class ActiveTurn:
                 self._add_change(permissions.withdraw)
                 # The rest of the time is for writing the end of the turn.
                 tools_s = 0.8 * self._limits.cancel_s
-                self._call_later(tools_s, partial(self._inbox.put_nowait, StopTimedOut()))
+                self._call_later(tools_s, partial(self._inbox.put_nowait, self._machine.stop_without_tools))
             case EndTurn():
                 if not self._message_is_saved:
                     self._save_message(())
@@ -371,7 +357,7 @@ class ActiveTurn:
         """Call the model, add the pieces of its answer to the message, and report the end to the inbox."""
         session, overrides = self._started.session, self._started.overrides
         upstream, toolbox = self._dependencies.upstream, self._dependencies.toolbox
-        result: TurnInput
+        result: Input
         try:
             if not self.has_slot:
                 await self._slots.acquire(continuing=True)
@@ -394,13 +380,13 @@ class ActiveTurn:
             calls = normalize_calls(message.calls, self._call_ids)
             offered = self._current_tools() if calls else []
             tools = {tool.name: tool.needs_permission and tool.name not in self._granted for tool in offered}
-            result = ModelAnswered(calls=calls, tools=tools, is_truncated=message.is_truncated)
+            result = partial(self._machine.take_answer, calls, tools, is_truncated=message.is_truncated)
         except LabError as exc:
-            result = ModelFailed(error=exc)
+            result = partial(self._machine.fail, exc)
         except Exception:
             log.exception("the model's answer could not be read")
             error = TurnError("a bug in the daemon occurred while it read the model's answer; see daemon.log")
-            result = ModelFailed(error=error)
+            result = partial(self._machine.fail, error)
         if not message.is_closed:
             self._inbox.put_nowait(result)
 
@@ -412,7 +398,8 @@ class ActiveTurn:
     def _start_batch(self) -> None:
         """Write what was received after ``limits.batch_s``, or earlier together with an action."""
         if self._batch_timer is None:
-            self._batch_timer = self._loop.call_later(self._limits.batch_s, self._inbox.put_nowait, None)
+            # Text is written before the actions of each input, also if there are none.
+            self._batch_timer = self._loop.call_later(self._limits.batch_s, self._inbox.put_nowait, list)
 
     def _save_message(self, calls: tuple[ToolCall, ...]) -> None:
         """Add the current message to the history, unless it is empty."""
@@ -457,11 +444,10 @@ class ActiveTurn:
 
         try:
             result = await self._dependencies.toolbox.call(call.name, action.arguments, on_progress=on_progress)
-            ended = ToolEnded(call_id=call.call_id, status=result.status, text=result.text)
         except Exception as exc:
             log.exception("tool %s raised an exception", call.name)
-            ended = ToolEnded(call_id=call.call_id, status="error", text=f"the tool failed: {type(exc).__name__}")
-        self._inbox.put_nowait(ended)
+            result = ToolResult(status="error", text=f"the tool failed: {type(exc).__name__}")
+        self._inbox.put_nowait(partial(self._machine.end_tool, call.call_id, result.status, result.text))
 
     def _report_stopped(self, call_id: str) -> None:
         if call_id in self._tools_started_s:
@@ -469,4 +455,4 @@ class ActiveTurn:
         else:
             text = "the turn was stopped before this call started"
         status = self._machine.ending.open_call_status
-        self._inbox.put_nowait(ToolEnded(call_id=call_id, status=status, text=text))
+        self._inbox.put_nowait(partial(self._machine.end_tool, call_id, status, text))

@@ -1,4 +1,4 @@
-"""The state machine of one turn. It does no I/O: it receives inputs and returns actions.
+"""The state machine of one turn. It does no I/O: its methods are the inputs, and return actions.
 
 ::
 
@@ -7,9 +7,9 @@
                      ▼                   ▼ stop, while tools run
                    ENDED ◀──────────── STOPPING
 
-The caller performs the actions of one ``handle`` in their order, after writing all of them to the log in one
-transaction. After ``StopRequested`` nothing new starts: the turn ends when the running tools have ended, or at
-``StopTimedOut``. ``EndTurn`` is the last action.
+The caller performs the actions of one input in their order, after writing all of them to the log in one transaction.
+After ``stop`` nothing new starts: the turn ends when the running tools have ended, or at ``stop_without_tools``.
+``EndTurn`` is the last action.
 """
 
 from __future__ import annotations
@@ -56,62 +56,6 @@ class TurnEnding:
     error: LabError | None = None
     open_call_status: ToolStatus = "cancelled"
     """Status of the calls that have not ended before."""
-
-
-# Inputs
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelAnswered:
-    """The model's answer is complete."""
-
-    calls: tuple[ToolCall, ...] = ()
-    tools: Mapping[str, bool]
-    """The tools that exist at the moment, and whether a call of each needs a permission."""
-    is_truncated: bool = False
-    """Whether the answer ended at the length limit. Its calls may be incomplete and are ignored."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFailed:
-    """The model call failed before the answer was complete."""
-
-    error: LabError
-
-
-@dataclass(frozen=True, kw_only=True)
-class PermissionDecided:
-    """A permission was allowed or denied."""
-
-    call_id: str
-    allowed: bool
-    message: str
-    """For the model, if the permission was denied."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolEnded:
-    """A running call has ended."""
-
-    call_id: str
-    status: ToolStatus
-    text: str
-    """The result, for the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopRequested:
-    """The turn is cancelled, has timed out, or the daemon is stopping."""
-
-    ending: TurnEnding
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopTimedOut:
-    """Running tools did not end in time after ``StopRequested``. The turn ends without them."""
-
-
-TurnInput = ModelAnswered | ModelFailed | PermissionDecided | ToolEnded | StopRequested | StopTimedOut
 
 
 # Actions
@@ -208,7 +152,10 @@ class _OpenCall:
 
 
 class TurnMachine:
-    """The state of one turn."""
+    """The state of one turn.
+
+    A method raises ``InvalidTransitionError`` if the input is impossible in the current phase.
+    """
 
     def __init__(self, *, max_steps: int, parallel_tools: int, broken_calls: int) -> None:
         """
@@ -227,7 +174,7 @@ class TurnMachine:
         self._calls: dict[str, _OpenCall] = {}
         """The calls of the model's last answer, by id."""
         self.ending = TurnEnding()
-        """The ending that ``StopRequested`` has set."""
+        """The ending that ``stop`` has set."""
 
     @property
     def is_waiting(self) -> bool:
@@ -240,27 +187,6 @@ class TurnMachine:
         self._expect(TurnPhase.NEW, "start")
         return self._call_model()
 
-    def handle(self, received: TurnInput) -> list[TurnAction]:
-        """Return the actions that follow from an input.
-
-        Raises:
-            InvalidTransitionError: The input is impossible in the current phase.
-        """
-        match received:
-            case ModelAnswered():
-                return self._handle_answer(received)
-            case ModelFailed():
-                self._expect(TurnPhase.MODEL, "ModelFailed")
-                return self._end(TurnEnding(error=received.error))
-            case PermissionDecided():
-                return self._handle_decision(received)
-            case ToolEnded():
-                return self._handle_tool_end(received)
-            case StopRequested():
-                return self._stop(received.ending)
-            case StopTimedOut():
-                return self._stop_without_tools()
-
     # The model
 
     def _call_model(self) -> list[TurnAction]:
@@ -269,26 +195,39 @@ class TurnMachine:
         self._calls = {}
         return [CallModel(step=self.step)]
 
-    def _handle_answer(self, answer: ModelAnswered) -> list[TurnAction]:
-        self._expect(TurnPhase.MODEL, "ModelAnswered")
-        if answer.is_truncated or not answer.calls:
-            ending = TurnEnding(reason="length" if answer.is_truncated else "end")
+    def fail(self, error: LabError) -> list[TurnAction]:
+        """End the turn, because the model call failed before the answer was complete."""
+        self._expect(TurnPhase.MODEL, "the failure of the model")
+        return self._end(TurnEnding(error=error))
+
+    def take_answer(
+        self, calls: tuple[ToolCall, ...], tools: Mapping[str, bool], *, is_truncated: bool = False
+    ) -> list[TurnAction]:
+        """Continue with the model's complete answer.
+
+        Args:
+            tools: The tools that exist at the moment, and whether a call of each needs a permission.
+            is_truncated: Whether the answer ended at the length limit. Its calls may be incomplete and are ignored.
+        """
+        self._expect(TurnPhase.MODEL, "the model's answer")
+        if is_truncated or not calls:
+            ending = TurnEnding(reason="length" if is_truncated else "end")
             return [SaveAnswer(calls=()), *self._end(ending)]
         self.phase = TurnPhase.CALLS
-        refused = [action for call in answer.calls for action in self._add_call(call, answer.tools)]
+        refused = [action for call in calls for action in self._add_call(call, tools)]
         if self._broken_calls_left < 0:
             ended = self._end_open_calls("cancelled", "the turn ended before this call started")
             error = TurnError(
                 "the model called unknown tools, or wrote arguments that are not JSON objects, too many times; try "
                 "another model or fewer tools"
             )
-            return [SaveAnswer(calls=answer.calls), *refused, *ended, *self._end(TurnEnding(error=error))]
+            return [SaveAnswer(calls=calls), *refused, *ended, *self._end(TurnEnding(error=error))]
         requests: list[TurnAction] = [
             RequestPermission(call=open_call.call, arguments=open_call.arguments)
             for open_call in self._calls.values()
             if open_call.state is CallState.WAITING
         ]
-        return [SaveAnswer(calls=answer.calls), *refused, *requests, *self._continue()]
+        return [SaveAnswer(calls=calls), *refused, *requests, *self._continue()]
 
     def _add_call(self, call: ToolCall, tools: Mapping[str, bool]) -> list[TurnAction]:
         """Add a call of the model. A call that cannot be made ends immediately."""
@@ -320,35 +259,42 @@ class TurnMachine:
             call.state = CallState.RUNNING
         return [StartTool(call=call.call, arguments=call.arguments) for call in starting]
 
-    def _handle_decision(self, decision: PermissionDecided) -> list[TurnAction]:
-        self._expect((TurnPhase.CALLS, TurnPhase.STOPPING, TurnPhase.ENDED), "PermissionDecided")
-        call = self._calls.get(decision.call_id)
+    def decide(self, call_id: str, *, allowed: bool, message: str) -> list[TurnAction]:
+        """Continue with the decision on a permission.
+
+        Args:
+            message: For the model, if the permission was denied.
+        """
+        self._expect((TurnPhase.CALLS, TurnPhase.STOPPING, TurnPhase.ENDED), "a decision")
+        call = self._calls.get(call_id)
         if self.phase is not TurnPhase.CALLS:
             return []  # The turn was stopped while the decision was made.
         if call is None or call.state is not CallState.WAITING:
-            raise InvalidTransitionError(f"PermissionDecided for {decision.call_id!r}, which does not wait for one")
-        if decision.allowed:
+            raise InvalidTransitionError(f"a decision on {call_id!r}, which does not wait for one")
+        if allowed:
             call.state = CallState.READY
             return self._continue()
         call.state = CallState.ENDED
-        return [EndToolCall(call=call.call, status="denied", text=decision.message), *self._continue()]
+        return [EndToolCall(call=call.call, status="denied", text=message), *self._continue()]
 
-    def _handle_tool_end(self, end: ToolEnded) -> list[TurnAction]:
-        self._expect((TurnPhase.CALLS, TurnPhase.STOPPING, TurnPhase.ENDED), "ToolEnded")
+    def end_tool(self, call_id: str, status: ToolStatus, text: str) -> list[TurnAction]:
+        """Continue after the end of a running call, whose result for the model is ``text``."""
+        self._expect((TurnPhase.CALLS, TurnPhase.STOPPING, TurnPhase.ENDED), "the end of a tool")
         if self.phase is TurnPhase.ENDED:
             return []  # The turn has ended without this tool.
-        call = self._calls.get(end.call_id)
+        call = self._calls.get(call_id)
         if call is None or call.state is not CallState.RUNNING:
-            raise InvalidTransitionError(f"ToolEnded for {end.call_id!r}, which is not running")
+            raise InvalidTransitionError(f"the end of the call {call_id!r}, which is not running")
         call.state = CallState.ENDED
-        ended = EndToolCall(call=call.call, status=end.status, text=end.text)
+        ended = EndToolCall(call=call.call, status=status, text=text)
         if self.phase is TurnPhase.CALLS:
             return [ended, *self._continue()]
         return [ended, *([] if self._running_calls() else self._end(self.ending))]
 
     # The end
 
-    def _stop(self, ending: TurnEnding) -> list[TurnAction]:
+    def stop(self, ending: TurnEnding) -> list[TurnAction]:
+        """Stop the turn, because it was cancelled, has timed out, or the daemon is stopping."""
         if self.phase in (TurnPhase.STOPPING, TurnPhase.ENDED):
             return []  # The first request determines the ending.
         if self.phase is not TurnPhase.CALLS:
@@ -365,8 +311,9 @@ class TurnMachine:
         )
         return actions if running else [*actions, *self._end(ending)]
 
-    def _stop_without_tools(self) -> list[TurnAction]:
-        self._expect((TurnPhase.STOPPING, TurnPhase.ENDED), "StopTimedOut")
+    def stop_without_tools(self) -> list[TurnAction]:
+        """End the turn without running tools, which did not end in time after ``stop``."""
+        self._expect((TurnPhase.STOPPING, TurnPhase.ENDED), "the end without tools")
         if self.phase is TurnPhase.ENDED:
             return []
         text = "the turn was stopped, but the tool did not end in time and may still be running"

@@ -11,17 +11,11 @@ from lmx_lab.daemon.turns.machine import (
     EndToolCall,
     EndTurn,
     InvalidTransitionError,
-    ModelAnswered,
-    ModelFailed,
-    PermissionDecided,
     RequestPermission,
     SaveAnswer,
     StartTool,
     StopModel,
-    StopRequested,
-    StopTimedOut,
     StopTool,
-    ToolEnded,
     TurnEnding,
     TurnMachine,
     TurnPhase,
@@ -32,7 +26,7 @@ from lmx_lab.errors import EngineError, TurnTimeoutError
 from lmx_lab.wire.sessions import ToolCall
 
 TOOLS = {"free": False, "asks": True}
-CANCEL = StopRequested(ending=TurnEnding(reason="cancelled"))
+CANCEL = TurnEnding(reason="cancelled")
 
 
 def started(**limits):
@@ -45,12 +39,12 @@ def call(name="free", arguments="{}", call_id="a"):
     return ToolCall(call_id=call_id, name=name, arguments=arguments)
 
 
-def answered(*calls, is_truncated=False):
-    return ModelAnswered(calls=calls, tools=TOOLS, is_truncated=is_truncated)
+def answer(turn, *calls, is_truncated=False):
+    return turn.take_answer(calls, TOOLS, is_truncated=is_truncated)
 
 
-def ok(call_id="a"):
-    return ToolEnded(call_id=call_id, status="ok", text="done")
+def end(turn, call_id="a"):
+    return turn.end_tool(call_id, "ok", "done")
 
 
 def kinds(actions):
@@ -64,9 +58,9 @@ def ending(actions):
 
 def test_a_turn_does_not_wait_while_another_tool_runs():
     turn = started()
-    turn.handle(answered(call("asks", call_id="a"), call("free", call_id="b")))
+    answer(turn, call("asks", call_id="a"), call("free", call_id="b"))
     assert not turn.is_waiting
-    turn.handle(ok("b"))
+    end(turn, "b")
     assert turn.is_waiting
 
 
@@ -78,7 +72,7 @@ def test_a_turn_does_not_wait_while_another_tool_runs():
     ],
 )
 def test_arguments_that_are_not_an_object_are_reported_to_the_model(arguments):
-    actions = started().handle(answered(call(arguments=arguments)))
+    actions = answer(started(), call(arguments=arguments))
     assert kinds(actions) == [SaveAnswer, EndToolCall, CallModel]
     assert isinstance(actions[1], EndToolCall)
     assert (actions[1].status, "JSON" in actions[1].text, len(actions[1].text) < 1000) == ("error", True, True)
@@ -91,63 +85,67 @@ MANY = dict.fromkeys(map(str, range(LISTED_TOOLS + 2)), False)
     ("tools", "expected"), [(TOOLS, "asks, free"), ({}, "there are no others"), (MANY, " and 2 more")]
 )
 def test_the_error_of_an_unknown_tool_lists_the_tools(tools, expected):
-    actions = started().handle(ModelAnswered(calls=(call("nope"),), tools=tools))
+    actions = started().take_answer((call("nope"),), tools)
     assert isinstance(actions[1], EndToolCall)
     assert expected in actions[1].text
 
 
 def test_the_calls_of_a_truncated_answer_are_ignored():
-    actions = started().handle(answered(call(), is_truncated=True))
+    actions = answer(started(), call(), is_truncated=True)
     assert actions == [SaveAnswer(calls=()), EndTurn(ending=TurnEnding(reason="length"))]
 
 
 def test_a_stop_without_running_tools_ends_the_turn_immediately():
     turn = started()
-    turn.handle(answered(call("asks")))
-    assert kinds(turn.handle(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
+    answer(turn, call("asks"))
+    assert kinds(turn.stop(CANCEL)) == [WithdrawPermissions, EndToolCall, EndTurn]
 
 
 def test_a_stop_waits_for_running_tools_and_ends_the_other_calls():
     turn = started(parallel_tools=1)
-    turn.handle(answered(call(call_id="a"), call(call_id="b"), call("asks", call_id="c")))
-    assert kinds(turn.handle(CANCEL)) == [WithdrawPermissions, StopTool, EndToolCall, EndToolCall]
-    actions = turn.handle(ToolEnded(call_id="a", status="cancelled", text=""))
+    answer(turn, call(call_id="a"), call(call_id="b"), call("asks", call_id="c"))
+    assert kinds(turn.stop(CANCEL)) == [WithdrawPermissions, StopTool, EndToolCall, EndToolCall]
+    actions = turn.end_tool("a", "cancelled", "")
     assert kinds(actions) == [EndToolCall, EndTurn]
-    assert ending(actions) == CANCEL.ending
+    assert ending(actions) == CANCEL
 
 
 def test_the_first_stop_determines_the_ending():
     turn = started()
-    turn.handle(answered(call()))
-    turn.handle(StopRequested(ending=TurnEnding(error=TurnTimeoutError("late"), open_call_status="interrupted")))
-    assert turn.handle(CANCEL) == []
-    actions = turn.handle(StopTimedOut())
+    answer(turn, call())
+    turn.stop(TurnEnding(error=TurnTimeoutError("late"), open_call_status="interrupted"))
+    assert turn.stop(CANCEL) == []
+    actions = turn.stop_without_tools()
     assert isinstance(ending(actions).error, TurnTimeoutError)
     assert isinstance(actions[0], EndToolCall)
     assert actions[0].status == "interrupted"
 
 
-@pytest.mark.parametrize("received", [answered(), ModelFailed(error=EngineError("x")), ok(), StopTimedOut()])
-def test_an_impossible_input_is_refused_with_the_expected_and_the_actual_phase(received):
+FAILED = EngineError("x")
+IMPOSSIBLE = (answer, lambda turn: turn.fail(FAILED), end, TurnMachine.stop_without_tools)
+
+
+@pytest.mark.parametrize("receive", IMPOSSIBLE)
+def test_an_impossible_input_is_refused_with_the_expected_and_the_actual_phase(receive):
     turn = TurnMachine(max_steps=1, parallel_tools=1, broken_calls=1)
     with pytest.raises(InvalidTransitionError, match="phase new"):
-        turn.handle(received)
+        receive(turn)
 
 
 def test_an_input_for_an_unknown_call_is_refused():
     turn = started()
-    turn.handle(answered(call()))
+    answer(turn, call())
     with pytest.raises(InvalidTransitionError, match="'b'"):
-        turn.handle(ok("b"))
+        end(turn, "b")
     with pytest.raises(InvalidTransitionError, match="does not wait"):
-        turn.handle(PermissionDecided(call_id="a", allowed=True, message=""))
+        turn.decide("a", allowed=True, message="")
     with pytest.raises(InvalidTransitionError, match="start requires the phase new"):
         turn.start()
 
 
 def test_two_calls_with_the_same_id_are_refused():
     with pytest.raises(InvalidTransitionError, match="unique"):
-        started().handle(answered(call(), call()))
+        answer(started(), call(), call())
 
 
 # --- random inputs
@@ -227,36 +225,36 @@ def test_every_turn_ends_once_after_all_of_its_calls_have_ended(data):
         choices += ["decide"] * 4 if watched.asking and turn.phase is TurnPhase.CALLS else []
         match data.draw(st.sampled_from(choices)):
             case "stop":
-                received = CANCEL
+                actions = turn.stop(CANCEL)
             case "timed_out":
-                received = StopTimedOut()
+                actions = turn.stop_without_tools()
             case "fail":
-                received = ModelFailed(error=EngineError("x"))
+                actions = turn.fail(FAILED)
             case "answer":
                 wanted = data.draw(st.lists(st.tuples(names, texts), max_size=4))
                 calls = tuple(call(name, text, str(number + at)) for at, (name, text) in enumerate(wanted))
                 number += len(calls)
-                received = answered(*calls, is_truncated=data.draw(st.integers(0, 9)) == 0)
+                actions = answer(turn, *calls, is_truncated=data.draw(st.integers(0, 9)) == 0)
             case "tool":
-                received = ok(data.draw(st.sampled_from(sorted(watched.running))))
+                actions = end(turn, data.draw(st.sampled_from(sorted(watched.running))))
             case _:
                 call_id = data.draw(st.sampled_from(sorted(watched.asking)))
                 allowed = data.draw(st.booleans())
                 if allowed:
                     watched.allowed.add(call_id)
                     watched.asking.discard(call_id)
-                received = PermissionDecided(call_id=call_id, allowed=allowed, message="no")
-        watched.do(turn.handle(received))
+                actions = turn.decide(call_id, allowed=allowed, message="no")
+        watched.do(actions)
         if turn.phase is TurnPhase.ENDED:
             break
     if turn.phase is not TurnPhase.ENDED:
-        watched.do(turn.handle(CANCEL))
+        watched.do(turn.stop(CANCEL))
     if turn.phase is not TurnPhase.ENDED:
-        watched.do(turn.handle(StopTimedOut()))
+        watched.do(turn.stop_without_tools())
     assert watched.ends == 1
     assert watched.steps <= max_steps
-    for late in (CANCEL, StopTimedOut(), ok("0"), PermissionDecided(call_id="0", allowed=True, message="")):
-        assert turn.handle(late) == []
+    late = (turn.stop(CANCEL), turn.stop_without_tools(), end(turn, "0"), turn.decide("0", allowed=True, message=""))
+    assert late == ([], [], [], [])
 
 
 @pytest.mark.parametrize(
