@@ -395,7 +395,7 @@ class HttpConnection:
         method: str,
         path: str,
         *,
-        content: bytes | None = None,
+        content: BaseModel | bytes | None = None,
         params: Mapping[str, str | list[str]] | None = None,
         headers: Mapping[str, str] | None = None,
         limit: int = SHORT_BYTES,
@@ -405,6 +405,7 @@ class HttpConnection:
         """Send a request and return the response with its body of at most ``limit`` bytes.
 
         Args:
+            content: The body, or its bytes.
             within_s: Time limit up to the last byte of the response. None for requests that may compute for long, for
                 which only the time without data is limited, by ``timeout_s``.
             with_key: Whether to send the key.
@@ -413,7 +414,8 @@ class HttpConnection:
         if within_s is not None:
             options["timeout"] = httpx2.Timeout(within_s, connect=CONNECT_S, pool=None)
         headers = {**({} if content is None else JSON), **(headers or {})}
-        request = self._http.build_request(method, path, content=content, params=params, headers=headers, **options)
+        sent = encode_body(content) if isinstance(content, BaseModel) else content
+        request = self._http.build_request(method, path, content=sent, params=params, headers=headers, **options)
         try:
             # The HTTP library limits only the time without data, which a server could extend by single bytes.
             async with asyncio.timeout(within_s):
@@ -434,7 +436,7 @@ class HttpConnection:
         path: str,
         shape: type[Shape],
         *,
-        content: bytes | None = None,
+        content: BaseModel | bytes | None = None,
         params: Mapping[str, str | list[str]] | None = None,
         headers: Mapping[str, str] | None = None,
         limit: int = SHORT_BYTES,

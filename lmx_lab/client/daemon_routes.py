@@ -21,7 +21,6 @@ from lmx_lab.client.connection import (
     AsyncClientBase,
     HttpConnection,
     ServerDescription,
-    encode_body,
     was_sent,
 )
 from lmx_lab.client.credentials import Credentials, DaemonEndpoint
@@ -142,10 +141,9 @@ class DaemonConnection:
         Raises:
             LabError: the daemon's error, of the class for its code; UnreachableError if it does not answer.
         """
-        content = None if body is None else encode_body(body)
         return await self._send(
             lambda connection: connection.fetch(
-                method, path, shape, content=content, params=params, limit=LONG_BYTES, within_s=within_s
+                method, path, shape, content=body, params=params, limit=LONG_BYTES, within_s=within_s
             ),
             repeatable=repeatable,
         )

@@ -407,12 +407,11 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
     async def chat(self, body: ChatRequest | Fields) -> ChatCompletion:
         """Return a complete answer."""
         body = validated(ChatRequest, body)
-        content = encode_body(body.model_copy(update={"stream": False}))
         return await self._connection.fetch(
             "POST",
             "/v1/chat/completions",
             ChatCompletion,
-            content=content,
+            content=body.model_copy(update={"stream": False}),
             limit=SHORT_BYTES + LONG_BYTES * (body.n or 1) * (1 + (body.top_logprobs or 0)),
             headers=conversation_header(body),
         )
@@ -479,14 +478,14 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
     async def complete(self, body: CompletionRequest | Fields) -> Completion:
         """Return the complete continuations of plain prompts; with ``echo`` and ``logprobs``, prompts are scored."""
         body = validated(CompletionRequest, body)
-        content = encode_body(body.model_copy(update={"stream": False}))
+        content = body.model_copy(update={"stream": False})
         prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         limit = SHORT_BYTES + LONG_BYTES * prompts * (body.n or 1) * (1 + (body.logprobs or 0))
         return await self._connection.fetch("POST", "/v1/completions", Completion, content=content, limit=limit)
 
     async def tokenize(self, body: TokenizeRequest | Fields) -> TokenizeAnswer:
         """Return the token ids of a text, or of a chat as the model reads it."""
-        content = encode_body(validated(TokenizeRequest, body))
+        content = validated(TokenizeRequest, body)
         return await self._connection.fetch("POST", "/tokenize", TokenizeAnswer, content=content, limit=LONG_BYTES)
 
     # Vectors and scores
@@ -497,8 +496,8 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         ``encoding_format="base64"`` is faster than the default.
         """
         body = validated(EmbeddingsBody, body)
-        content, limit = encode_body(body), max_embeddings_bytes(body)
-        return await self._connection.fetch("POST", "/v1/embeddings", EmbeddingList, content=content, limit=limit)
+        limit = max_embeddings_bytes(body)
+        return await self._connection.fetch("POST", "/v1/embeddings", EmbeddingList, content=body, limit=limit)
 
     async def rerank(self, body: RerankBody | Fields) -> RerankResults:
         """Rank documents by relevance, the best first.
@@ -525,7 +524,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         response, data = await self._connection.request(
             "POST",
             "/admin/trace",
-            content=encode_body(validated(TraceBody, body)),
+            content=validated(TraceBody, body),
             # A trace may be as large as the server allows; by default its values have 1 GiB.
             limit=2**34,
             within_s=None,
@@ -619,7 +618,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         """
         # A server of an older version does not know the field.
         body = {"model": model} if shared else {"model": model, "shared": False}
-        content = encode_body(validated(CancelLoadRequest, body))
+        content = validated(CancelLoadRequest, body)
         await self._connection.fetch("POST", "/admin/models/cancel", CancelLoadAnswer, content=content)
 
     async def unload(
@@ -641,11 +640,8 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             progress: Called on this loop when the unload has to wait, when a running answer has ended, and when the
                 time limit has changed.
         """
-        body = (
-            b""
-            if model is None and wait is None
-            else encode_body(validated(UnloadRequest, {"model": model, "wait": wait}))
-        )
+        is_empty = model is None and wait is None
+        body = b"" if is_empty else validated(UnloadRequest, {"model": model, "wait": wait})
 
         async def unload() -> UnloadAnswer:
             return await self._connection.fetch("POST", "/admin/models/unload", UnloadAnswer, content=body)
@@ -664,7 +660,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         Raises:
             InvalidRequestError: the model is not in memory.
         """
-        content = encode_body(validated(KeepRequest, {"model": model, "pin": pin, "ttl_s": ttl_s}))
+        content = validated(KeepRequest, {"model": model, "pin": pin, "ttl_s": ttl_s})
         return await self._connection.fetch("POST", "/admin/models/keep", KeepAnswer, content=content)
 
     # The server
