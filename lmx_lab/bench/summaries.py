@@ -82,20 +82,9 @@ COMPARISON = {
 """Columns of a comparison, and their types, after those that identify a case."""
 
 
-def as_frame(samples: Samples) -> pd.DataFrame:
-    """Convert samples to a table; a table is returned unchanged.
-
-    Raises:
-        MissingPackageError: pandas is not installed.
-    """
-    if hasattr(samples, "columns"):
-        return samples
-    return frame(samples)
-
-
 def measured_rows(samples: Samples) -> pd.DataFrame:
     """Return the rows without those of warm-up requests."""
-    table = as_frame(samples)
+    table: pd.DataFrame = samples if hasattr(samples, "columns") else frame(samples)
     return table[~table["warm_up"].astype(bool)]
 
 

@@ -41,7 +41,10 @@ WITHOUT_PROXY = "browsers on other machines, as with JupyterHub or Binder, canno
 
 def check_kernel(_: Settings) -> Iterator[Finding]:
     """Check that new notebooks can import ``lmx_lab``, and that their ipykernel is new enough."""
-    file = _find_kernel_file()
+    # The first kernel specification on Jupyter's path. Without one, Jupyter uses its own Python.
+    folders = [] if paths is None else paths.jupyter_path("kernels")
+    files = (Path(folder) / KERNEL / "kernel.json" for folder in folders)
+    file = next((file for file in files if file.exists()), None)
     python = _read_python(file) if file else sys.executable
     try:
         answer = _query_python(python) if python else None
@@ -96,14 +99,6 @@ def _check_ipykernel(python: str, version: str | None) -> Finding:
         means="a lab in the kernel is not tested with it and may not answer while a cell waits",
         remedy=f"{python} -m pip install -U 'ipykernel>={least}'",
     )
-
-
-def _find_kernel_file() -> Path | None:
-    """Return the first kernel specification on Jupyter's path. Without one, Jupyter uses its own Python."""
-    if paths is None:
-        return None
-    files = [Path(folder) / KERNEL / "kernel.json" for folder in paths.jupyter_path("kernels")]
-    return next((file for file in files if file.exists()), None)
 
 
 def _read_python(file: Path) -> str | None:

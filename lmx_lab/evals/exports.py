@@ -138,6 +138,7 @@ def inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any
     config = {CONFIG[key]: value for key, value in parameters.items() if key in CONFIG}
     if isinstance(config.get("stop_seqs"), str):
         config["stop_seqs"] = [config["stop_seqs"]]
+    measured = {key: value for key, value in figures(run).items() if key in ("score", "low", "high")}
     groups = answers_by_row(rows)
     labels = [str(to_plain(answers[0].label)) for answers in groups]
     # If labels are not unique, the ids are positions. The metadata of each sample contains its label.
@@ -175,29 +176,22 @@ def inspect_log(run: ExportedRun, rows: Sequence[EvaluatedRow]) -> dict[str, Any
                 {"name": name, "options": to_plain({key: each for key, each in metric.items() if key != "name"})}
             ],
         },
-        "results": _results(run, len(rows), name),
+        "results": {
+            "total_samples": len(rows),
+            "completed_samples": len(rows) - run.errors,
+            "scores": [
+                {
+                    "name": name,
+                    "scorer": name,
+                    "scored_samples": len(rows) - run.errors,
+                    "unscored_samples": run.errors,
+                    "metrics": {key: {"name": key, "value": value} for key, value in measured.items()},
+                    "metadata": {"interval": f"{run.score.method}, level {LEVEL}"},
+                }
+            ],
+        },
         "stats": {"started_at": began, "completed_at": ended, "model_usage": {model: _usage(rows)}},
         "samples": samples,
-    }
-
-
-def _results(run: ExportedRun, samples: int, scorer: str) -> dict[str, Any]:
-    """Return the score as the values of Inspect's class of results."""
-    measured = {key: value for key, value in figures(run).items() if key in ("score", "low", "high")}
-    scored = samples - run.errors
-    return {
-        "total_samples": samples,
-        "completed_samples": scored,
-        "scores": [
-            {
-                "name": scorer,
-                "scorer": scorer,
-                "scored_samples": scored,
-                "unscored_samples": run.errors,
-                "metrics": {key: {"name": key, "value": value} for key, value in measured.items()},
-                "metadata": {"interval": f"{run.score.method}, level {LEVEL}"},
-            }
-        ],
     }
 
 

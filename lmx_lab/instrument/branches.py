@@ -164,12 +164,17 @@ class CanBranch(ABC):
 
         Raises:
             InvalidRequestError: the position or the token does not exist, the position is inside a character, the
-                answer is a forced tool call, or the files of the loaded model have changed.
+                answer is a forced tool call, the files of the loaded model have changed, there is no lab that can
+                generate, the tree has ``MAX_ANSWERS`` answers, or the name cannot be used.
             NotLoadedError: another model is loaded.
         """
         # In another thread, because a recorded request reads its answer from the recording.
         start = await in_thread(lambda: self._start)
-        backend = start._tree._require_backend(name)
+        if (backend := start._tree._backend) is None:
+            raise InvalidRequestError(
+                "this answer has no lab that can generate; generate the branch in the kernel that generated the answer"
+            )
+        start._tree._require_room(name)
         answer = await on_loop(
             backend.portal, continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
         )
@@ -451,19 +456,6 @@ class AnswerTree:
 
     def _find(self, branch: Branch | str) -> Branch:
         return self[branch] if isinstance(branch, str) else self[branch.name]
-
-    def _require_backend(self, name: str | None) -> Backend:
-        """Return the lab that generates a new branch.
-
-        Raises:
-            InvalidRequestError: there is none, the tree has ``MAX_ANSWERS`` answers, or the name cannot be used.
-        """
-        if self._backend is None:
-            raise InvalidRequestError(
-                "this answer has no lab that can generate; generate the branch in the kernel that generated the answer"
-            )
-        self._require_room(name)
-        return self._backend
 
     def _require_room(self, name: str | None) -> None:
         """Check that an answer with this name can be added."""

@@ -547,12 +547,8 @@ async def compare(
         InvalidRequestError: a prompt or a setting is invalid, or the server runs in another process.
         NotLoadedError: no setting names a model, and none is loaded.
     """
-
-    async def find_loaded() -> str | None:
-        return backend.state().model
-
-    # On the server's loop, which raises the error of a stopped lab.
-    loaded = await on_loop(backend.portal, find_loaded())
+    _ = backend.portal.thread  # Raises HostingError if the lab was stopped.
+    loaded = backend.state().model
     make_run = partial(ComparisonRun, backend, prompts, settings, path=path, all_scores=all_scores, loaded=loaded)
     # In another thread, because opening and closing the file wait for the disk.
     run = await in_thread(make_run)

@@ -276,8 +276,7 @@ class LabMagics(Magics):
             if word == "ask":
                 # Not parsed as arguments, because a text may contain apostrophes.
                 return self._ask(text)
-            options = _parse(LINE, line.strip())
-            return getattr(self, f"_{options.pop('verb') or 'show'}")(**options)
+            return self._run_verb(**_parse(LINE, line.strip()))
         except LabError as exc:
             # The message names the next step; a traceback into this package does not help the reader of a notebook.
             raise UsageError(exc.message) from exc
@@ -317,31 +316,29 @@ class LabMagics(Magics):
             rows[into] = answers["answer"].array
         return answers
 
-    def _show(self) -> Lab | None:
-        lab = lmx_lab.current()
-        if lab is None:
+    def _run_verb(self, verb: str | None, **options: Any) -> Any:
+        if verb == "launch":
+            return lmx_lab.launch(**options)
+        if verb is None and lmx_lab.current() is None:
             print("No lab is running in this kernel. %lmx launch MODEL starts one, such as %lmx launch smollm2-135m.")
-        return lab
-
-    def _launch(self, **options: Any) -> Lab:
-        return lmx_lab.launch(**options)
-
-    def _load(self, *, model: str) -> Any:
-        return _running_lab().load(model)
-
-    def _unload(self, *, wait: bool | None) -> None:
-        print(f"{_running_lab().unload(wait=wait):.2f} GB freed.")
-
-    def _models(self) -> Any:
-        return _running_lab().models()
-
-    def _panel(self) -> Any:
-        return _running_lab().panel()
-
-    def _stop(self) -> None:
+            return None
         lab = _running_lab()
-        lab.stop()
-        print(f"The server at {lab.url} was stopped.")
+        result: Any = None
+        match verb:
+            case None:
+                result = lab
+            case "load":
+                result = lab.load(options["model"])
+            case "unload":
+                print(f"{lab.unload(wait=options['wait']):.2f} GB freed.")
+            case "models":
+                result = lab.models()
+            case "panel":
+                result = lab.panel()
+            case "stop":
+                lab.stop()
+                print(f"The server at {lab.url} was stopped.")
+        return result
 
     def _ask(self, prompt: str, **parameters: Any) -> Any:
         if not prompt.strip():

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
 from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
@@ -36,7 +36,6 @@ from lmx_lab.values.models import (
 )
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta, Vectors, token_bytes
 from lmx_lab.values.plan import LoadPlan
-from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
@@ -348,11 +347,10 @@ class RemoteBackend:
     def check_request(self, request: ChatRequest) -> None:
         raise InvalidRequestError(NEEDS_OWN_SERVER)
 
-    async def answer(self, request: ChatRequest | Record) -> Record:
+    async def _refuse(self, *_: Any, **_options: Any) -> NoReturn:
         raise InvalidRequestError(NEEDS_OWN_SERVER)
 
-    async def record(self, which: int | str = -1) -> Record | None:
-        raise InvalidRequestError(NEEDS_OWN_SERVER)
+    answer = record = continue_answer = _refuse
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
         if isinstance(prompt, ChatRequest):
@@ -373,9 +371,6 @@ class RemoteBackend:
             f"an attached lab does not know whether its server has the files of {model} that generated the answer; use "
             "the lab that recorded the answer, or pass its token ids or its text"
         )
-
-    async def continue_answer(self, continuation: Continuation, *, recorded: bool = True) -> RunningAnswer:
-        raise InvalidRequestError(NEEDS_OWN_SERVER)
 
     async def score(
         self,

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -25,10 +26,10 @@ from lmx_lab.extras import installed_version
 from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, line_charts, model_row
 from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.results.figures import CSS as CHART_CSS
-from lmx_lab.results.figures import LineChart, Series, format_clock, format_number
-from lmx_lab.results.tables import html_table
+from lmx_lab.results.figures import format_clock, format_number
+from lmx_lab.results.tables import Html, html_table
 from lmx_lab.sanitize import UNSAFE
-from lmx_lab.wire.admin import ModelRecord, ModelRecords, RequestEvent, Sample
+from lmx_lab.wire.admin import ModelRecord, ModelRecords, Sample
 
 MAX_REQUEST_ROWS = 200
 """Maximum number of rows of the table of requests."""
@@ -67,20 +68,6 @@ tr { break-inside: avoid; }
 # The page
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine of this process."""
-
-    platform: str
-    """Operating system and processor architecture."""
-    cores: int
-    memory_gb: float
-    """Total memory in units of 10^9 bytes."""
-
-    def __str__(self) -> str:
-        return f"{self.platform}, {self.cores} cores, {self.memory_gb:.1f} GB"
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Snapshot:
     """The state of a lab at one time. Machine and versions are those of the process that took the snapshot."""
@@ -93,7 +80,8 @@ class Snapshot:
     """The latest measurements; None if there are none."""
     versions: Mapping[str, str]
     """Versions of packages and of Python, by name."""
-    machine: Machine
+    machine: str
+    """Operating system, architecture, cores, and total memory in units of 10^9 bytes."""
 
     def facts(self) -> dict[str, str]:
         """Return short descriptions by their names, without empty ones."""
@@ -105,7 +93,7 @@ class Snapshot:
             "MLX matrix multiplication": f"{compute.blas}: {compute.detail}" if compute else "",
             "faster engine": preference.detail if preference else "",
             **self._measurements(),
-            "machine": str(self.machine),
+            "machine": self.machine,
             "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         }
         return {name: value for name, value in facts.items() if value}
@@ -141,11 +129,8 @@ def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | No
             **{name: installed_version(name) or "not installed" for name in ("lmx-lab", "mlx", "mlx-lm", "xllamacpp")},
             "python": platform.python_version(),
         },
-        machine=Machine(
-            platform=f"{platform.system()} {platform.machine()}",
-            cores=os.cpu_count() or 1,
-            memory_gb=psutil.virtual_memory().total / 1e9,
-        ),
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count() or 1} cores, "
+        f"{psutil.virtual_memory().total / 1e9:.1f} GB",
     )
 
 
@@ -154,13 +139,8 @@ def format_time(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def safe_html(text: str) -> str:
-    """Escape text for HTML. Characters that a page must not contain, or that change the text's direction, are
-    replaced."""
-    return html.escape(_replace_unsafe(text))
-
-
 def _replace_unsafe(text: str) -> str:
+    """Replace characters that a page must not contain, or that change the direction of text."""
     return UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -178,18 +158,18 @@ def report_html(
         sections: The title and HTML of each additional section. The title is escaped, the HTML is not.
     """
     parts = [
-        ("Server", _table(_fact_rows(snapshot), head=())),
+        ("Server", _table((), snapshot.facts().items(), row_names=True)),
         ("Models", _models(snapshot.models.models, snapshot.server)),
         ("Measurements", _measurements(sorted(samples, key=lambda sample: sample.at))),
         ("Requests", _requests(sorted(requests, key=lambda request: request.at, reverse=True))),
         *sections,
     ]
-    nothing = '<p class="quiet">There is nothing to show.</p>'
-    body = "\n".join(f"<section>\n<h2>{safe_html(title)}</h2>\n{text or nothing}\n</section>" for title, text in parts)
-    title = f"LMX Lab, {safe_html(format_time(snapshot.at))}"
+    empty = '<p class="quiet">There is nothing to show.</p>'
+    body = "\n".join(f"<section>\n<h2>{html.escape(title)}</h2>\n{text or empty}\n</section>" for title, text in parts)
+    title = f"LMX Lab, {format_time(snapshot.at)}"
     zone = time.strftime("%Z, UTC%z", time.localtime(snapshot.at))
     # With this policy, the page loads and runs nothing, whatever the HTML of a section contains.
-    return f"""<!DOCTYPE html>
+    page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -206,118 +186,83 @@ def report_html(
 <main>
 {body}
 </main>
-<footer><p>Times are local: {safe_html(zone)}. GB are 10<sup>9</sup> bytes.</p></footer>
+<footer><p>Times are local: {html.escape(zone)}. GB are 10<sup>9</sup> bytes.</p></footer>
 </body>
 </html>
 """
-
-
-def _fact_rows(snapshot: Snapshot) -> Iterable[str]:
-    for name, value in snapshot.facts().items():
-        yield f'<tr><th scope="row">{safe_html(name)}</th><td>{safe_html(value)}</td></tr>'
+    return _replace_unsafe(page)
 
 
 def _models(models: Sequence[ModelRecord], server: ServerState) -> str:
     if not models:
-        return f'<p class="quiet">There are no models on {safe_html(server.disk)}.</p>'
+        return f'<p class="quiet">There are no models on {html.escape(server.disk)}.</p>'
     serves, leaving = server.state in ("running", "lagging"), server.model if server.unloading is not None else None
     rows = (model_row(model, serves=serves, unloading=model.id == leaving) for model in models)
-    return _table((_row([row["id"], *row["cells"]], ()) for row in rows), head=MODEL_COLUMNS)
-
-
-# Measurements
+    return _table(MODEL_COLUMNS, ([row["id"], *row["cells"]] for row in rows))
 
 
 def _measurements(samples: Sequence[Sample]) -> str:
     if not samples:
         return '<p class="quiet">No measurements have been recorded yet.</p>'
     charts = line_charts(samples)
-    figures = "\n".join(f"<figure>\n<h3>{safe_html(chart.title)}</h3>\n{chart.svg()}\n</figure>" for chart in charts)
-    rows = (_series_row(chart, series) for chart in charts for series in chart.series)
-    return f"{figures}\n{_table(rows, head=('measurement', 'unit', '#latest', '#median above 0', '#highest'))}"
-
-
-def _series_row(chart: LineChart, series: Series) -> str:
-    summary = series.summary()
-    values = (summary.latest, summary.median, summary.highest) if summary else ()
-    return _row((f"{chart.title}: {series.name}", chart.unit), map(format_number, values) if values else [""] * 3)
-
-
-# Requests
+    figures = "\n".join(f"<figure>\n<h3>{html.escape(chart.title)}</h3>\n{chart.svg()}\n</figure>" for chart in charts)
+    rows = []
+    for chart in charts:
+        for series in chart.series:
+            summary = series.summary()
+            values = (summary.latest, summary.median, summary.highest) if summary else ()
+            cells = map(format_number, values) if values else [""] * 3
+            rows.append((f"{chart.title}: {series.name}", chart.unit, *cells))
+    names = ("measurement", "unit", "latest", "median above 0", "highest")
+    return f"{figures}\n{_table(names, rows, numbers=range(2, 5))}"
 
 
 def _requests(newest: Sequence[EndedRequest]) -> str:
     if not newest:
         return '<p class="quiet">No request has ended yet.</p>'
-    kinds = sorted({request.event.kind for request in newest})
-    groups = [(kind, [request.event for request in newest if request.event.kind == kind]) for kind in kinds]
-    head = ("kind", "#requests", "#failed", "#cancelled", "#prompt tokens", "#tokens", "#median tok/s", "#median ms")
-    summary = _table((_summary_row(kind, events) for kind, events in groups), head=head, caption="By kind")
+    kinds = []
+    for kind in sorted({request.event.kind for request in newest}):
+        events = [request.event for request in newest if request.event.kind == kind]
+        successful = [event for event in events if event.finish_reason in SUCCESSFUL]
+        reasons = [event.finish_reason for event in events]
+        kinds.append(
+            (
+                kind,
+                f"{len(events):,}",
+                f"{reasons.count('error'):,}",
+                f"{reasons.count('cancelled'):,}",
+                f"{sum(event.prompt_tokens for event in events):,}",
+                f"{sum(event.completion_tokens for event in events):,}",
+                _median([event.tokens_per_second for event in successful]),
+                _median([event.ttft_ms for event in successful]),
+            )
+        )
+    names = ("kind", "requests", "failed", "cancelled", "prompt tokens", "tokens", "median tok/s", "median ms")
+    summary = _table(names, kinds, numbers=range(1, 8), caption="By kind")
     omitted = len(newest) - MAX_REQUEST_ROWS
     note = f"The {MAX_REQUEST_ROWS} newest; {omitted:,} older ones are omitted." if omitted > 0 else "The newest first."
-    head = ("time", "kind", "model", "#prompt tokens", "#tokens", "#tok/s", "#ms to first token", "finish reason")
-    return summary + _table((_request_row(request) for request in newest[:MAX_REQUEST_ROWS]), head=head, caption=note)
-
-
-def _summary_row(kind: str, events: Sequence[RequestEvent]) -> str:
-    successful = [event for event in events if event.finish_reason in SUCCESSFUL]
-    reasons = [event.finish_reason for event in events]
-    numbers = (
-        f"{len(events):,}",
-        f"{reasons.count('error'):,}",
-        f"{reasons.count('cancelled'):,}",
-        f"{sum(event.prompt_tokens for event in events):,}",
-        f"{sum(event.completion_tokens for event in events):,}",
-        _median([event.tokens_per_second for event in successful]),
-        _median([event.ttft_ms for event in successful]),
-    )
-    return _row((kind,), numbers)
+    names = ("time", "kind", "model", "prompt tokens", "tokens", "tok/s", "ms to first token", "finish reason")
+    rows = map(_request_row, newest[:MAX_REQUEST_ROWS])
+    return summary + _table(names, rows, numbers=range(3, 7), caption=note)
 
 
 def _median(values: Sequence[float]) -> str:
     return format_number(statistics.median(values)) if values else ""
 
 
-def _request_row(request: EndedRequest) -> str:
+def _request_row(request: EndedRequest) -> tuple[str, ...]:
     event = request.event
-    successful = event.finish_reason in SUCCESSFUL
     iso = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(request.at))
-    when = f'<td><time datetime="{iso}">{format_clock(request.at)}</time></td>'
-    speed = (format_number(event.tokens_per_second), format_number(event.ttft_ms)) if successful else ("", "")
-    counts = (f"{event.prompt_tokens:,}", f"{event.completion_tokens:,}", *speed)
+    when = Html(f'<time datetime="{iso}">{format_clock(request.at)}</time>')
+    is_successful = event.finish_reason in SUCCESSFUL
+    speed = (format_number(event.tokens_per_second), format_number(event.ttft_ms)) if is_successful else ("", "")
     end = f"{event.finish_reason}: {event.code}" if event.code else event.finish_reason
-    cells = "".join([when, _cells((event.kind, event.model)), _cells(counts, "number"), _cells((end,))])
-    return f"<tr>{cells}</tr>"
+    return (when, event.kind, event.model, f"{event.prompt_tokens:,}", f"{event.completion_tokens:,}", *speed, end)
 
 
-# Tables
-
-
-def _table(rows: Iterable[str], *, head: Sequence[str], caption: str = "") -> str:
-    """Return a table as HTML.
-
-    Args:
-        head: Names of the columns. The names of columns with numbers begin with ``#``.
-    """
-    names = "".join(
-        f'<th scope="col" class="number">{safe_html(name[1:])}</th>'
-        if name.startswith("#")
-        else f'<th scope="col">{safe_html(name)}</th>'
-        for name in head
-    )
-    above = f"<caption>{safe_html(caption)}</caption>\n" if caption else ""
-    top = f"<thead><tr>{names}</tr></thead>\n" if head else ""
-    body = "\n".join(rows)
-    return f'<div class="wide"><table>\n{above}{top}<tbody>\n{body}\n</tbody>\n</table></div>\n'
-
-
-def _row(texts: Iterable[str], numbers: Iterable[str]) -> str:
-    return f"<tr>{_cells(texts)}{_cells(numbers, 'number')}</tr>"
-
-
-def _cells(texts: Iterable[str], kind: str = "") -> str:
-    mark = f' class="{kind}"' if kind else ""
-    return "".join(f"<td{mark}>{safe_html(text)}</td>" for text in texts)
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]], **options: Any) -> str:
+    """Return a table with the styles of the page. The options are those of ``html_table``."""
+    return f'<div class="wide">{html_table(names, rows, style="", **options)}</div>\n'
 
 
 # The file

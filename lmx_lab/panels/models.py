@@ -389,7 +389,10 @@ class ModelsPanel(Panel):
             memory = format_bytes(memory_gb * 1e9)
             # With several models in memory, it is not known whose requests are running.
             since = None if is_busy and len(loaded) == 1 else self._idle_since.get(record.id)
-            idle = _idle_text(time.time() - since) if since is not None else "answering" if is_busy else ""
+            idle = "answering" if since is None and is_busy else ""
+            if since is not None:
+                idle_s = time.time() - since
+                idle = "idle" if idle_s < 60 else f"idle for {_duration(60 * (idle_s // 60))}"
             ttls = sorted({*TIMES_TO_LIVE_S, *([record.ttl_s] if record.ttl_s is not None else [])})
             rows.append(
                 {
@@ -507,10 +510,6 @@ def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
         total_bytes=event.total_bytes,
         updated_at=time.monotonic(),
     )
-
-
-def _idle_text(idle_s: float) -> str:
-    return "idle" if idle_s < 60 else f"idle for {_duration(60 * (idle_s // 60))}"
 
 
 def _duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterable, Sequence
 
 
@@ -24,6 +25,7 @@ def html_table(
     *,
     caption: str = "",
     row_names: bool = False,
+    numbers: range = range(0),
     style: str = "text-align:left",
 ) -> str:
     """Return an HTML table. Texts are escaped, except those of class ``Html``.
@@ -31,15 +33,18 @@ def html_table(
     Args:
         names: Texts of the header; empty for a table without one.
         row_names: Whether the first cell of each row is its name.
-        style: The CSS style of all cells and of the caption.
+        numbers: The positions of columns whose cells have the class ``number``.
+        style: The CSS style of all cells and of the caption; empty if the page has the styles.
     """
+    styled = f" style='{style}'" if style else ""
 
-    def cells(kind: str, row: Sequence[object]) -> str:
+    def cells(kind: str, row: Sequence[object], start: int = 0) -> str:
         texts = (cell if isinstance(cell, Html) else html.escape(str(cell)) for cell in row)
-        return "".join(f"<{kind} style='{style}'>{text}</{kind[:2]}>" for text in texts)
+        marks = (" class='number'" if at in numbers else "" for at in itertools.count(start))
+        return "".join(f"<{kind}{mark}{styled}>{text}</{kind[:2]}>" for text, mark in zip(texts, marks, strict=False))
 
     first = 1 if row_names else 0
-    above = f"<caption style='{style}'>{html.escape(caption)}</caption>" if caption else ""
+    above = f"<caption{styled}>{html.escape(caption)}</caption>" if caption else ""
     head = f"<thead><tr>{cells('th scope=col', names)}</tr></thead>" if names else ""
-    body = "".join(f"<tr>{cells('th scope=row', row[:first])}{cells('td', row[first:])}</tr>" for row in rows)
+    body = "".join(f"<tr>{cells('th scope=row', row[:first])}{cells('td', row[first:], first)}</tr>" for row in rows)
     return f"<table>{above}{head}<tbody>{body}</tbody></table>"
