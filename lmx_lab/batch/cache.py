@@ -75,15 +75,7 @@ class AnswerCache:
 
         return await self._call(read)
 
-    async def add(self, key: str, model: str, answer: RowAnswer) -> None:
-        """Store an answer. Returns after the operating system has received the data.
-
-        Raises:
-            LabError: the file cannot be written.
-        """
-        await self.add_all({key: answer}, model)
-
-    async def add_all(self, answers: Mapping[str, RowAnswer], model: str) -> None:
+    async def add(self, answers: Mapping[str, RowAnswer], model: str) -> None:
         """Store answers by their keys in one transaction. Returns after the operating system has received the data.
 
         Raises:

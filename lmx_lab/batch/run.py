@@ -255,7 +255,7 @@ class BatchRun(ServerRun[_Item]):
         """Store an answer in the cache, and finish its row."""
         if self._cache is not None:
             try:
-                await self._cache.add(item.key, self._model.id, answer)
+                await self._cache.add({item.key: answer}, self._model.id)
             except LabError as exc:
                 raise self._stopping_error(exc) from exc
         self.output_tokens += answer.output_tokens or 0

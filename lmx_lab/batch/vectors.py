@@ -210,7 +210,7 @@ class EmbeddingRun(ServerRun[list[str]]):
                 content = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
                 answers[self._key_of(text)] = RowAnswer(text=content)
             try:
-                await self._cache.add_all(answers, self._key)
+                await self._cache.add(answers, self._key)
             except LabError as exc:
                 raise self._stopping_error(exc) from exc
 

@@ -134,10 +134,13 @@ def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataF
     source = default_folder() if path is None else Path(path)
     if last is not None and not (isinstance(last, int) and last >= 1):
         raise InvalidRequestError(f"last is {last!r}; give 1 or more, or omit it to load all runs", param="last")
+    if path is not None and not (source.is_file() or source.is_dir()):
+        raise InvalidRequestError(f"{source} does not exist; give the file of a run, or a folder of runs", param="path")
+    files = [source] if source.is_file() else sorted(source.glob(f"*{SUFFIX}"))[-(last or 0) :]
     rows: list[dict[str, Any]] = []
     provenances: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    for file in _files(source, last, explicit=path is not None):
+    for file in files:
         try:
             provenances[file.stem], found = _read(file)
         except (InvalidRequestError, OSError) as exc:
@@ -150,17 +153,6 @@ def load(path: Path | str | None = None, *, last: int | None = None) -> pd.DataF
     table = table_of(rows)
     table.attrs.update(provenance=provenances, skipped=skipped)
     return table
-
-
-def _files(source: Path, last: int | None, *, explicit: bool) -> list[Path]:
-    if source.is_file():
-        return [source]
-    if source.is_dir():
-        found = sorted(source.glob(f"*{SUFFIX}"))
-        return found if last is None else found[-last:]
-    if explicit:
-        raise InvalidRequestError(f"{source} does not exist; give the file of a run, or a folder of runs", param="path")
-    return []
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -9,9 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
-
-from typing_extensions import TypeIs
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 from lmx_lab.bench.sample import Chunk, ServerMetrics, measure_chunk
@@ -255,7 +253,8 @@ def as_target(target: Target | str | ModelManager) -> Target:
     """
     if isinstance(target, str):
         return ChatTarget(target)
-    if _is_engine(target):
+    # Without the module of the engine, nothing is an engine.
+    if (known := sys.modules.get("lmx_lab.engine")) is not None and isinstance(target, known.ModelManager):
         return EngineTarget(target)
     if not callable(getattr(target, "ask", None)):
         text = f"{type(target).__name__} cannot be measured; give an address such as http://127.0.0.1:8400, or a target"
@@ -263,12 +262,7 @@ def as_target(target: Target | str | ModelManager) -> Target:
             # The lab may serve on the event loop that this call would block.
             text = "a lab cannot be measured by run(); call its method bench(), which takes the fields of a Sweep"
         raise InvalidRequestError(text, param="target")
-    return target
-
-
-def _is_engine(target: object) -> TypeIs[ModelManager]:
-    known = sys.modules.get("lmx_lab.engine")
-    return known is not None and isinstance(target, known.ModelManager)
+    return cast("Target", target)
 
 
 def _engine_facts(lab: str, *, llama: str | None, blas: str | None, threads: int | None) -> TargetFacts:

@@ -51,7 +51,13 @@ def print_tables(rows: pd.DataFrame) -> None:
     for a, b, ratios in comparisons:
         print_line(f"{single_line(a)} (a) compared with {single_line(b)} (b)", style="bold")
         _print(_ratio_table(ratios))
-        _print_length_differences(ratios)
+        for _, row in ratios.drop_duplicates(list(CASE)).iterrows():
+            if token_counts_differ(row["output_tokens_a"], row["output_tokens_b"]):
+                print_note(
+                    f"concurrency {row['concurrency']}, prompts of {row['prompt_tokens_wanted']}: answers of a have "
+                    f"{row['output_tokens_a']:g} tokens, of b {row['output_tokens_b']:g} (medians); they differ by "
+                    f"more than 5 %, so {TOTAL} is not compared"
+                )
     if len(table):
         print_note(
             "medians of ttft_ms, itl_ms_p50 (time between two pieces of the stream, which may contain several tokens) "
@@ -172,16 +178,6 @@ def _print(table: Table) -> None:
     # Output that does not go to a terminal has a fixed width.
     console = out if out.is_terminal else Console(width=160)
     console.print(table)
-
-
-def _print_length_differences(ratios: pd.DataFrame) -> None:
-    for _, row in ratios.drop_duplicates(list(CASE)).iterrows():
-        if token_counts_differ(row["output_tokens_a"], row["output_tokens_b"]):
-            print_note(
-                f"concurrency {row['concurrency']}, prompts of {row['prompt_tokens_wanted']}: answers of a have "
-                f"{row['output_tokens_a']:g} tokens, of b {row['output_tokens_b']:g} (medians); they differ by more "
-                f"than 5 %, so {TOTAL} is not compared"
-            )
 
 
 def _print_errors(rows: pd.DataFrame) -> None:

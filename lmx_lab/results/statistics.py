@@ -108,13 +108,6 @@ class Interval:
     """Number of values. For a total, these are the repeats; for a ratio, the pairs or the repeats of the side with
     fewer repeats."""
 
-    def overlaps(self, other: Interval) -> bool:
-        """Whether both intervals have bounds and overlap."""
-        return self.low <= other.high and other.low <= self.high
-
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
     def __str__(self) -> str:
         if math.isnan(self.median):
             return "-"

@@ -268,7 +268,7 @@ def test_a_file_of_another_program_is_refused_and_two_processes_may_share_one(la
     async def share():
         one, two = AnswerCache(tmp_path / "a.db"), AnswerCache(tmp_path / "a.db")
         caches = [one, two]
-        await asyncio.gather(*(caches[at % 2].add(f"{at // 3}", "m", RowAnswer(text="x")) for at in range(30)))
+        await asyncio.gather(*(caches[at % 2].add({f"{at // 3}": RowAnswer(text="x")}, "m") for at in range(30)))
         keys = [str(at) for at in range(1200)]
         assert await one.find(keys) == await two.find(keys) == {str(at): RowAnswer(text="x") for at in range(10)}
         one.close()
