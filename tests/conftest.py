@@ -307,7 +307,7 @@ def lab(tmp_path_factory):
 @pytest.fixture
 def http(lab):
     """A client of the lab's server."""
-    with httpx2.Client(base_url=lab.url, timeout=60) as client:
+    with httpx2.Client(base_url=lab.url) as client:
         yield client
 
 

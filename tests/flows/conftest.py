@@ -57,17 +57,17 @@ def three_home(tmp_path_factory, smollm2):
 
 @pytest.fixture
 def fresh_http(fresh_lab):
-    with httpx2.Client(base_url=fresh_lab.url, timeout=60) as client:
+    with httpx2.Client(base_url=fresh_lab.url) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def tiny_http(tiny_lab):
-    with httpx2.Client(base_url=tiny_lab.url, timeout=60) as client:
+    with httpx2.Client(base_url=tiny_lab.url) as client:
         yield client
 
 
 @pytest.fixture
 def fresh_tiny_http(fresh_tiny_lab):
-    with httpx2.Client(base_url=fresh_tiny_lab.url, timeout=60) as client:
+    with httpx2.Client(base_url=fresh_tiny_lab.url) as client:
         yield client

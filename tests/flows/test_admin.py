@@ -197,7 +197,7 @@ def test_an_architecture_that_mlx_lm_does_not_support_is_refused(fresh_tiny_http
 
 def test_a_full_disk_is_507_before_the_first_byte(tmp_path):
     home = tmp_path / "home"
-    with serving(home, None, disk_reserve_bytes=10**18) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+    with serving(home, None, disk_reserve_bytes=10**18) as lab, httpx2.Client(base_url=lab.url) as http:
         response = load(http, "smollm2-135m")
     refused(response, 507, "storage-full")
     assert response.headers["x-should-retry"] == "false"

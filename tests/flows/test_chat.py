@@ -90,7 +90,7 @@ def test_64_simultaneous_clients_are_served_by_8_slots(tiny_home):
     bodies = [chat_body(max_tokens=20, seed=at, temperature=1, ignore_eos=True) for at in range(64)]
     with (
         serving(tiny_home, "tiny", slots=8, queue_limit=64) as lab,
-        httpx2.Client(base_url=lab.url, timeout=120) as http,
+        httpx2.Client(base_url=lab.url) as http,
         ThreadPoolExecutor(64) as pool,
     ):
         answers = [answer.json() for answer in pool.map(lambda body: http.post(PATH, json=body), bodies)]
@@ -108,7 +108,7 @@ def test_reasoning_ends_at_its_budget_and_can_be_disabled(thinker_home):
         assert "think>" not in json.dumps(choice["message"])
         return choice, response.json()["usage"]
 
-    with serving(thinker_home, "thinker") as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+    with serving(thinker_home, "thinker") as lab, httpx2.Client(base_url=lab.url) as http:
         thinking = {"chat_template_kwargs": {"open_thoughts": True}, "thinking_token_budget": 5}
         choice, usage = ask(**thinking, logprobs=True)
         plain, without = ask(reasoning_effort="none", max_tokens=80)

@@ -206,7 +206,7 @@ def test_a_queue_filled_by_others_only_delays_later_prompts(lab, http):
     statuses = []
 
     def fill_queue():
-        with httpx2.Client(base_url=lab.url, timeout=60) as client:
+        with httpx2.Client(base_url=lab.url) as client:
             running.wait()
             # Six clients eventually fill a server with four places. The number of requests is limited, because more of
             # them would delay the others for minutes on a busy machine.

@@ -32,9 +32,8 @@ REPORT = EncodeReport(model='odd "name"\n', texts=2, tokens=7, queue_s=0.25, com
 
 
 @pytest.fixture(scope="module")
-def http(quick_lab):
-    with httpx2.Client(base_url=quick_lab.url, timeout=300) as client:
-        yield client
+def lab(quick_lab):
+    return quick_lab
 
 
 def body(**changes):
@@ -146,11 +145,10 @@ def test_fewer_dimensions_are_the_first_ones_of_length_one(http):
     assert error["param"] == "dimensions"
 
 
-def test_a_chat_model_does_not_embed(tiny_lab):
-    with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
-        named = error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
-        error_of(http.post(PATH, json=body(model="default")), 503, "no-model-loaded")
-        error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
+def test_a_chat_model_does_not_embed(tiny_http):
+    named = error_of(tiny_http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
+    error_of(tiny_http.post(PATH, json=body(model="default")), 503, "no-model-loaded")
+    error_of(tiny_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
     assert "chat model" in named["message"]
 
 

@@ -16,7 +16,7 @@ PATH = "/v1/chat/completions"
 def test_each_end_is_reported_once(echo_home):
     with (
         serving(echo_home, "echo", slots=2, queue_limit=0, echo_tokens_per_s=PACE) as lab,
-        httpx2.Client(base_url=lab.url, timeout=60) as http,
+        httpx2.Client(base_url=lab.url) as http,
         watching(lab) as seen,
     ):
         good = http.post(PATH, json=echo_body())
@@ -53,7 +53,7 @@ def test_a_deleted_stream_of_a_lab_is_reported_too(echo_home):
 def test_a_client_that_waits_receives_comments(smollm2, tmp_path):
     write_tiny_llama(tmp_path / "models" / "tiny-long", smollm2.path, seed=0, context=8192)
     long = [{"role": "user", "content": "word " * 3500}]
-    with serving(tmp_path, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+    with serving(tmp_path, "tiny-long", slots=1) as lab, httpx2.Client(base_url=lab.url) as http:
         lab.server.services.api.state.limits = Limits(keep_alive_s=0.005)
         body = chat_body(model="tiny-long", messages=long, stream=True, max_tokens=1)
         with http.stream("POST", PATH, json=chat_body(model="tiny-long", stream=True, max_tokens=4000)) as running:
@@ -77,7 +77,7 @@ def test_openai_python_ignores_the_comments(echo_home):
     ):
         lab.server.services.api.state.limits = Limits(keep_alive_s=0.001)
         body = echo_body(stream=True, **ENDLESS)
-        with httpx2.stream("POST", f"{lab.url}{PATH}", json=body, timeout=60) as running:
+        with httpx2.stream("POST", f"{lab.url}{PATH}", json=body) as running:
             pieces = running.iter_text()  # kept, because deleting it closes the connection
             next(pieces)
             stream = client.chat.completions.create(**fields, stream=True)

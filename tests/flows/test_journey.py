@@ -51,7 +51,7 @@ def test_a_streamed_chat_passes_few_modules(request, model, settings):
 
     threading.setprofile(profile)
     try:
-        with serving(home, model, **settings) as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
+        with serving(home, model, **settings) as lab, httpx2.Client(base_url=lab.url) as client:
             # The first chat fills the caches.
             for _ in range(2):
                 body = chat_body(model="default", stream=True, max_tokens=5)

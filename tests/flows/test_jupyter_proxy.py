@@ -43,7 +43,7 @@ class Jupyter:
 
     def run(self, code):
         """Run code in a new kernel of this server, which is kept, and return its output."""
-        made = httpx2.post(f"{self.url}api/kernels", json={"name": "python3"}, headers=AUTH, timeout=30)
+        made = httpx2.post(f"{self.url}api/kernels", json={"name": "python3"}, headers=AUTH)
         address = f"{self.url.replace('http', 'ws')}api/kernels/{made.json()['id']}/channels"
         header = {"msg_id": "1", "msg_type": "execute_request", "session": "1", "username": "", "version": "5.3"}
         content = {"code": code, "silent": False, "allow_stdin": False, "stop_on_error": True}
@@ -119,7 +119,7 @@ def page(jupyter, lab):
 @pytest.fixture
 def http(page):
     """Return a client that is logged in to Jupyter."""
-    with httpx2.Client(base_url=page, headers=AUTH, timeout=60) as client:
+    with httpx2.Client(base_url=page, headers=AUTH) as client:
         yield client
 
 

@@ -42,7 +42,7 @@ def test_openmetrics_is_used_if_the_client_accepts_it(http):
 def test_a_shortage_of_memory_is_reported_while_it_lasts(echo_home, monkeypatch):
     reasons = [None]
     monkeypatch.setattr(memory, "pressure_reason", lambda **_: reasons[-1])
-    with serving(echo_home, "echo") as lab, httpx2.Client(base_url=lab.url, timeout=30) as http:
+    with serving(echo_home, "echo") as lab, httpx2.Client(base_url=lab.url) as http:
         before = scrape(http)
         assert (before["memory_pressure"], before["memory_limit_bytes"] > before["memory_footprint_bytes"] > 0) == (
             0,
@@ -61,7 +61,7 @@ def test_a_shortage_of_memory_is_reported_while_it_lasts(echo_home, monkeypatch)
 
 
 def test_an_idle_unload_is_reported_by_events_and_readiness(echo_home):
-    with serving(echo_home, None, idle_unload_s=0.2) as lab, httpx2.Client(base_url=lab.url, timeout=30) as http:
+    with serving(echo_home, None, idle_unload_s=0.2) as lab, httpx2.Client(base_url=lab.url) as http:
         with events_of(lab, "models") as events:
             http.post("/admin/models/load", json={"model": "echo"})
             event = next(event for event in events if (event["type"], event.get("stage")) == ("model", "unloaded"))

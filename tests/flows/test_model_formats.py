@@ -29,7 +29,7 @@ def lab(tmp_path, tiny, tiny_gguf, monkeypatch):
 
 def complete(lab, model, **fields):
     body = {"model": model, "prompt": "one", "max_tokens": 2, **fields}
-    return httpx2.post(f"{lab.url}/v1/completions", json=body, timeout=60)
+    return httpx2.post(f"{lab.url}/v1/completions", json=body)
 
 
 def listed(lab):

@@ -23,7 +23,7 @@ EXAMPLES = 40
 
 @pytest.fixture(scope="module")
 def http(tiny_home):
-    with serving(tiny_home, "tiny") as lab, httpx2.Client(base_url=lab.url, timeout=60) as client:
+    with serving(tiny_home, "tiny") as lab, httpx2.Client(base_url=lab.url) as client:
         yield client
 
 

@@ -2,7 +2,6 @@
 
 import json
 
-import httpx2
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
@@ -24,9 +23,8 @@ REPORT = EncodeReport(model="minilm", texts=4, tokens=7, queue_s=0.25, compute_s
 
 
 @pytest.fixture(scope="module")
-def http(quick_lab):
-    with httpx2.Client(base_url=quick_lab.url, timeout=300) as client:
-        yield client
+def lab(quick_lab):
+    return quick_lab
 
 
 def body(**changes):
@@ -255,11 +253,10 @@ def test_too_many_documents_are_refused_with_the_limit(http):
     assert str(INPUT_LIMIT) in error["message"]
 
 
-def test_a_chat_model_does_not_rank(tiny_lab):
-    with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
-        error_of(http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
-        error_of(http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
-        error_of(http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS}), 503, "no-model-loaded")
+def test_a_chat_model_does_not_rank(tiny_lab, tiny_http):
+    error_of(tiny_http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
+    error_of(tiny_http.post(PATH, json=body(model="unheard-of")), 404, "model-not-found")
+    error_of(tiny_http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS}), 503, "no-model-loaded")
     with pytest.raises(NotLoadedError):
         tiny_lab.rerank(QUERY, DOCUMENTS)
 

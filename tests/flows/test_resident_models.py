@@ -3,7 +3,6 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx2
 import pytest
 
 from lmx_lab.client import LabClient
@@ -44,38 +43,37 @@ def ask(http, name):
     return answer.json()["model"]
 
 
-def test_requests_in_random_order_are_answered_without_a_load(lab):
+def test_requests_in_random_order_are_answered_without_a_load(lab, http):
     models, events = manager_of(lab).models, []
     manager_of(lab).add_observer(events.append)
     names = random.Random(1).choices(NAMES, k=100)
-    with httpx2.Client(base_url=lab.url, timeout=120) as http, ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda name: ask(http, name), names)) == names
     assert events == []
     assert manager_of(lab).models == models
 
 
-def test_every_surface_shows_all_models(lab):
+def test_every_surface_shows_all_models(lab, http):
     assert lab.keep("on-mlx", pin=True).pinned
     lab.keep("on-llama-cpp.gguf", ttl_s=600)
-    with httpx2.Client(base_url=lab.url, timeout=60) as http:
-        records = {record["id"]: record for record in http.get("/admin/models").json()["models"]}
-        assert [records[name]["loaded"] for name in NAMES] == [True] * 3
-        assert [records[name]["main"] for name in NAMES] == [False, False, True]
-        assert [records[name]["pinned"] for name in NAMES] == [True, False, False]
-        assert [records[name]["ttl_s"] for name in NAMES] == [None, 600, None]
-        assert [records[name]["slots"] for name in NAMES] == [2, 2, None]
-        ready = http.get("/readyz").json()
-        assert (ready["model"], sorted(ready["resident"])) == ("encoder", sorted(NAMES))
-        running = {model["name"]: model["expires_at"] for model in http.get("/api/ps").json()["models"]}
-        assert sorted(running) == sorted(f"{name}:latest" for name in NAMES)
-        assert running["on-mlx:latest"].startswith("9999")
-        assert not running["on-llama-cpp.gguf:latest"].startswith("9999")
-        metrics = http.get("/metrics").text
-        assert all(f'lmx_lab_resident_memory_bytes{{model="{name}"}}' in metrics for name in NAMES)
-        card = http.get("/v1/models/on-llama-cpp.gguf").json()
-        assert (card["slots"], card["context_length"]) == (2, records["on-llama-cpp.gguf"]["loaded_context_length"])
-        about = http.get("/about").text
-        assert "encoder is loaded. Also loaded: " in about
+    records = {record["id"]: record for record in http.get("/admin/models").json()["models"]}
+    assert [records[name]["loaded"] for name in NAMES] == [True] * 3
+    assert [records[name]["main"] for name in NAMES] == [False, False, True]
+    assert [records[name]["pinned"] for name in NAMES] == [True, False, False]
+    assert [records[name]["ttl_s"] for name in NAMES] == [None, 600, None]
+    assert [records[name]["slots"] for name in NAMES] == [2, 2, None]
+    ready = http.get("/readyz").json()
+    assert (ready["model"], sorted(ready["resident"])) == ("encoder", sorted(NAMES))
+    running = {model["name"]: model["expires_at"] for model in http.get("/api/ps").json()["models"]}
+    assert sorted(running) == sorted(f"{name}:latest" for name in NAMES)
+    assert running["on-mlx:latest"].startswith("9999")
+    assert not running["on-llama-cpp.gguf:latest"].startswith("9999")
+    metrics = http.get("/metrics").text
+    assert all(f'lmx_lab_resident_memory_bytes{{model="{name}"}}' in metrics for name in NAMES)
+    card = http.get("/v1/models/on-llama-cpp.gguf").json()
+    assert (card["slots"], card["context_length"]) == (2, records["on-llama-cpp.gguf"]["loaded_context_length"])
+    about = http.get("/about").text
+    assert "encoder is loaded. Also loaded: " in about
     assert "also loaded: on-llama-cpp.gguf (" in repr(lab)
     assert [model.main for model in lab.models() if model.loaded and model.id == "encoder"] == [True]
     assert "main" in repr(lab.models())
@@ -103,18 +101,17 @@ def test_clients_keep_release_and_unload_each_model(lab):
         assert [(it.id, it.main) for it in client.models().models if it.loaded] == [("on-llama-cpp.gguf", True)]
 
 
-def test_ollamas_keep_alive_is_the_time_to_live(lab):
-    with httpx2.Client(base_url=lab.url, timeout=60) as http:
-        for given, ttl_s in (("5m", 300), (-1, None), (20, 20), ("100000000h", None)):
-            loaded = http.post("/api/generate", json={"model": "on-mlx", "keep_alive": given})
-            assert (loaded.status_code, "x-lmx-ignored" in loaded.headers) == (200, False)
-            records = http.get("/admin/models").json()["models"]
-            assert [record["ttl_s"] for record in records if record["id"] == "on-mlx"] == [ttl_s]
-        assert http.post("/api/generate", json={"model": "on-mlx", "keep_alive": 0}).json()["done_reason"] == "unload"
-        assert sorted(model["name"] for model in http.get("/api/ps").json()["models"]) == [
-            "encoder:latest",
-            "on-llama-cpp.gguf:latest",
-        ]
+def test_ollamas_keep_alive_is_the_time_to_live(http):
+    for given, ttl_s in (("5m", 300), (-1, None), (20, 20), ("100000000h", None)):
+        loaded = http.post("/api/generate", json={"model": "on-mlx", "keep_alive": given})
+        assert (loaded.status_code, "x-lmx-ignored" in loaded.headers) == (200, False)
+        records = http.get("/admin/models").json()["models"]
+        assert [record["ttl_s"] for record in records if record["id"] == "on-mlx"] == [ttl_s]
+    assert http.post("/api/generate", json={"model": "on-mlx", "keep_alive": 0}).json()["done_reason"] == "unload"
+    assert sorted(model["name"] for model in http.get("/api/ps").json()["models"]) == [
+        "encoder:latest",
+        "on-llama-cpp.gguf:latest",
+    ]
 
 
 def test_models_are_compared_without_loading_them_again(lab):

@@ -158,13 +158,6 @@ def test_errors_name_the_field_and_the_next_step(http, changes, status, param, m
     assert message in error["message"]
 
 
-def test_a_stream_reports_a_prompt_that_is_too_long_as_an_event(http):
-    data = frames(http, input="a " * 40_000)
-    assert [event["type"] for event in data] == ["response.created", "response.in_progress", "response.failed"]
-    failed = data[-1]["response"]
-    assert (failed["status"], failed["error"]["code"]) == ("failed", "context_length_exceeded")
-
-
 # Stored responses
 
 

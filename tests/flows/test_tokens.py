@@ -120,19 +120,18 @@ def test_health_needs_no_key_and_says_that_no_model_is_loaded(echo_home):
 
 
 @pytest.mark.slow
-def test_the_tokens_of_a_real_tokenizer_are_those_of_a_chat(tiny_lab):
-    with httpx2.Client(base_url=tiny_lab.url, timeout=60) as http:
-        text = answer(http, "/apply-template", {"messages": HELLO})["prompt"]
-        tokens = answer(http, "/tokenize", {"messages": HELLO})["tokens"]
-        assert text.startswith("<|im_start|>")
-        assert answer(http, "/tokenize", {"content": text})["tokens"] == tokens
-        assert answer(http, "/detokenize", {"tokens": tokens})["content"] == text
-        assert http.get("/props").json()["chat_template"]
-        described = http.get("/tokenizer_info").json()
-        assert described["chat_template"] == http.get("/props").json()["chat_template"]
-        end = {"prompt": described["eos_token"], "add_special_tokens": False}
-        assert len(answer(http, "/tokenize", end)["tokens"]) == 1
-        info = http.post("/api/show", json={"model": "tiny"}).json()
-        assert "insert" not in info["capabilities"]
-        refused = http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "suffix": "b"})
-        assert error_of(refused, 400, "invalid-request")["param"] == "suffix"
+def test_the_tokens_of_a_real_tokenizer_are_those_of_a_chat(tiny_http):
+    text = answer(tiny_http, "/apply-template", {"messages": HELLO})["prompt"]
+    tokens = answer(tiny_http, "/tokenize", {"messages": HELLO})["tokens"]
+    assert text.startswith("<|im_start|>")
+    assert answer(tiny_http, "/tokenize", {"content": text})["tokens"] == tokens
+    assert answer(tiny_http, "/detokenize", {"tokens": tokens})["content"] == text
+    assert tiny_http.get("/props").json()["chat_template"]
+    described = tiny_http.get("/tokenizer_info").json()
+    assert described["chat_template"] == tiny_http.get("/props").json()["chat_template"]
+    end = {"prompt": described["eos_token"], "add_special_tokens": False}
+    assert len(answer(tiny_http, "/tokenize", end)["tokens"]) == 1
+    info = tiny_http.post("/api/show", json={"model": "tiny"}).json()
+    assert "insert" not in info["capabilities"]
+    refused = tiny_http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "suffix": "b"})
+    assert error_of(refused, 400, "invalid-request")["param"] == "suffix"

@@ -161,7 +161,7 @@ def test_programs_on_this_machine_may_steer_over_http(lab):
     expected = lab.chat("hello", steer=[steer()], **GREEDY)
     item = steer().to_json()
     body = {"messages": [{"role": "user", "content": "hello"}], **GREEDY}
-    with httpx2.Client(base_url=lab.url, timeout=60) as client:
+    with httpx2.Client(base_url=lab.url) as client:
         for vector in (item["vector"], steer().vector.tolist()):
             sent = {**body, "steer": [{**item, "vector": vector}]}
             answer = client.post("/v1/chat/completions", json=sent).raise_for_status().json()
