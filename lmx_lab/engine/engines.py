@@ -166,8 +166,9 @@ class Engines:
         """Return the engine that runs a model; see ``get``."""
         return self.get(engine_for(entry.format).name)
 
-    def room_bytes(self, engine: Engine, models: Iterable[LoadedModel[Any]]) -> int:
-        """Return the memory that a model on an engine may use next to these models."""
+    def room_bytes(self, entry: ModelEntry, models: Iterable[LoadedModel[Any]]) -> int:
+        """Return the memory that a model may use next to these models."""
+        engine = self.of(entry)
         return engine.memory.limit - sum(it.memory_bytes for it in models if share_memory(engine, self.of(it.entry)))
 
     def memory(self, models: Iterable[LoadedModel[Any]], main: ModelEntry | None) -> EngineMemory:

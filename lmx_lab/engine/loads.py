@@ -34,10 +34,8 @@ class Drain:
 
     Args:
         reason: Beginning of the error messages of requests that end with an error.
+        change: The load that needs the room, or the unload.
         limit_s: Time that running requests have to end.
-        wait: See ``set_wait``.
-        finish_queued: Whether queued requests are also answered, instead of ending immediately.
-        replaced_by: Id of the model that is loaded in its place.
         on_change: Called when a request has ended, and when the time limit has changed.
     """
 
@@ -45,11 +43,9 @@ class Drain:
         self,
         model: LoadedModel[Any],
         reason: str,
+        change: Change[Any],
         *,
         limit_s: float,
-        wait: bool | None = None,
-        finish_queued: bool = False,
-        replaced_by: str | None = None,
         on_change: Callable[[Drain], None] = lambda _: None,
     ) -> None:
         self.model = model
@@ -57,15 +53,15 @@ class Drain:
         """The bytes that the unload released; 0 if the model stays in memory, because the load that needed its room was
         cancelled."""
         self._reason = reason
-        self._finish_queued = finish_queued
-        self._replaced_by = replaced_by
+        self._finish_queued = change.finish_queued
+        self._replaced_by = change.model if change.kind == "load" else None
         self._on_change = on_change
         self._changed = asyncio.Event()
         self._kept = False
         self._why_ended = f"running requests had {limit_s:g} s to end"
         self._until: float | None = time.perf_counter() + limit_s
         """When the requests that are left end with an error (``time.perf_counter``); None without a time limit."""
-        self._limit(wait)
+        self._limit(change.wait)
 
     @property
     def state(self) -> Unloading:
@@ -152,7 +148,7 @@ class Change(Generic[Result]):
     wait: bool | None = None
     """How long requests of the models that leave memory may take; see ``ModelManager.unload``."""
     finish_queued: bool = False
-    """Whether their queued requests are also answered; see ``ModelManager.load``."""
+    """Whether their queued requests are also answered, instead of ending immediately."""
     stage: Literal["checking", "draining", "unloading", "loading"] = "checking"
     since: float = field(default_factory=time.perf_counter)
     drain: Drain | None = None

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from lmx_lab.engine.engines import Engines, Factory
 from lmx_lab.engine.find import ModelFinder
-from lmx_lab.engine.loads import IfBusy
 from lmx_lab.engine.lookup import (
     CHAT,
     EMBEDDING,
@@ -58,17 +58,30 @@ from lmx_lab.errors import (
 )
 from lmx_lab.portal import LoopThread, receive
 from lmx_lab.settings import Settings
-from lmx_lab.values.engine import EngineSnapshot, ModelState
-from lmx_lab.values.models import EngineName, LoadReport, LoadSpec, ModelEntry, ModelEvent, TimeToLive
+from lmx_lab.values.engine import EngineSnapshot
+from lmx_lab.values.models import EngineName, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 
 T = TypeVar("T")
 Request = GenerationRequest | EmbeddingRequest | RerankRequest | TraceRequest
+P = ParamSpec("P")
 TRIES = 3
 """Maximum number of attempts to submit a request in swap mode, in case other loads replace its model in the
 meantime."""
+
+
+def _of_residents(
+    method: Callable[Concatenate[Residents, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[ModelManager, P], Coroutine[Any, Any, T]]:
+    """Return a method of the manager that calls one of ``Residents`` on the manager's loop."""
+
+    @functools.wraps(method)
+    async def call(manager: ModelManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await manager._run(lambda: method(manager._residents, *args, **kwargs))
+
+    return call
 
 
 class ModelManager:
@@ -287,126 +300,17 @@ class ModelManager:
 
     # Loads and unloads
 
-    async def load(
-        self,
-        spec: LoadSpec,
-        entry: ModelEntry | None = None,
-        *,
-        local: bool = True,
-        finish_queued: bool = False,
-        if_busy: IfBusy = "refuse",
-    ) -> LoadReport:
-        """Load a model, which becomes the main one. A pinned encoder only stays next to it, in memory that is free.
-
-        If more than ``Settings.resident`` models would be in memory, or too little of it is left, models that are not
-        pinned leave first: those without requests, the least recently used first, then the others, whose running
-        requests may end first (``drain_s``). If the load fails, they are loaded again. Cancelling the caller does not
-        cancel the load. Loads of the same spec that are in progress are joined. A model that is in memory with these
-        options is not loaded again, and only its ``pin`` and ``ttl_s`` change.
-
-        Args:
-            entry: The model, if its files are already known.
-            local: Whether the caller is on this machine, and may name paths and models to download.
-            finish_queued: Whether the queued requests of models that leave are also answered, within the same time.
-            if_busy: What to do while another load or unload is in progress.
-
-        Raises:
-            ModelNotFoundError: the model is not on disk, and cannot be downloaded.
-            UnusableModelError, StorageFullError, OutOfMemoryError: the message contains the model that is now loaded.
-            ModelBusyError: another load or unload is in progress.
-            NotLoadedError: the load was cancelled.
-        """
-        return await self._run(
-            lambda: self._residents.load(spec, entry, local=local, finish_queued=finish_queued, if_busy=if_busy)
-        )
-
-    async def check(self, spec: LoadSpec, *, beside: Sequence[ModelEntry] = ()) -> ModelEntry:
-        """Check that a model can be loaded, without loading it, and return its files. They are downloaded if necessary.
-
-        The files and the options are checked as in a load. Faults that appear only when the weights are read are not
-        found.
-
-        Args:
-            beside: Models that will be loaded together with this one and are not in memory yet.
-
-        Raises:
-            ModelNotFoundError, UnusableModelError, StorageFullError, OutOfMemoryError, NotLoadedError: as ``load``.
-        """
-        return await self._run(lambda: self._residents.check(spec, beside=beside))
-
     async def plan(self, spec: LoadSpec, *, local: bool = True) -> LoadPlan:
         """Return what a load would use in memory, and whether there is room for it; see ``plan_load``."""
         return await plan_load(spec, finder=self._finder, engines=self.engines, now=self.snapshot, local=local)
 
-    async def cancel_load(self, model: str, *, shared: bool = True) -> None:
-        """Cancel the loads of the model with this id or requested name. Downloads continue in the background.
-
-        The callers of the loads get the error after the previous model is loaded again.
-
-        Args:
-            shared: Whether to cancel them even if several callers wait for them.
-
-        Raises:
-            InvalidRequestError: the model is not being loaded.
-            ModelBusyError: several callers wait for the loads, which continue.
-        """
-        await self._run(lambda: self._residents.cancel_load(model, shared=shared))
-
-    async def unload(self, model: str | None = None, *, local: bool = True, wait: bool | None = None) -> int:
-        """Unload a model after its running requests have ended; return the bytes that this released.
-
-        Cancelling the caller does not cancel the unload. Another call joins an unload that is in progress, and ``wait``
-        then applies to the rest of it. If the model is being loaded, only this load is cancelled, even if it hangs, and
-        the models that have left memory for it are loaded again; without a name, any load is cancelled. But if
-        ``model`` names one that leaves memory for a load, the call joins its unload, and returns 0 if the load is then
-        cancelled. Pinned models stay; without a name, a pinned encoder only ceases to be the main model.
-
-        Args:
-            model: The model to unload, or whose load is cancelled; None for the main one.
-            local: Whether the caller is on this machine, and may name the model by its path.
-            wait: Whether running requests may finish: True without a time limit, False not at all, None within
-                ``drain_s``. Requests that have not ended by then, and queued ones, end with ``NotLoadedError``.
-
-        Raises:
-            InvalidRequestError: the model of this name is pinned, or not in memory.
-            ModelBusyError: a model is being loaded in place of the named one, which still answers.
-        """
-        return await self._run(lambda: self._residents.unload(model, local=local, wait=wait))
-
-    async def keep(
-        self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None, local: bool = True
-    ) -> ModelState:
-        """Change how long a model stays in memory. Arguments that are None change nothing.
-
-        Args:
-            pin: Whether it stays until it is unloaded by request: no other load and no time without requests removes
-                it, and it is loaded again if its engine loses it.
-            ttl_s: Seconds without requests after which it is unloaded, or ``"never"``.
-
-        Raises:
-            InvalidRequestError: the model is not in memory.
-        """
-        return await self._run(lambda: self._residents.keep(model, pin=pin, ttl_s=ttl_s, local=local))
-
-    async def make_room(self, model: str, *, limit_s: float) -> None:
-        """Unload all models to make room for those of another manager of this process, which replaces this one.
-
-        Loads in progress are cancelled, and an unload no longer waits for answers. Until ``take_back`` or ``stop``,
-        this manager loads nothing, and its state shows a load. Cancelling the caller does not cancel the unload.
-
-        Args:
-            model: The model that is loaded next, for messages.
-            limit_s: Time that running requests have to end.
-        """
-        await self._run(lambda: self._residents.make_room(model, limit_s=limit_s))
-
-    async def take_back(self) -> str | None:
-        """Undo ``make_room``: load the models again, and return the id of the main one; None if there was none.
-
-        Raises:
-            LabError: the main model could not be loaded again.
-        """
-        return await self._run(self._residents.take_back)
+    load = _of_residents(Residents.load)
+    cancel_load = _of_residents(Residents.cancel_load)
+    unload = _of_residents(Residents.unload)
+    keep = _of_residents(Residents.keep)
+    check = _of_residents(Residents.check)
+    make_room = _of_residents(Residents.make_room)
+    take_back = _of_residents(Residents.take_back)
 
     # Requests
 

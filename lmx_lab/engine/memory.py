@@ -320,6 +320,8 @@ class Budget:
         """Why the machine or the container is short of memory; None if it is not."""
         self._lowered_bytes = 0
         """The limit under pressure."""
+        self._pressed_bytes = 0
+        """``used_bytes`` at the beginning of the pressure."""
         self._is_short = False
         """Whether caches were dropped at the last measurement because the limit was exceeded."""
 
@@ -398,6 +400,11 @@ class Budget:
         return footprint + self._limit(footprint) - self._sum(self._inside)
 
     @property
+    def freed_bytes(self) -> int:
+        """How much less memory models and requests use than at the beginning of the pressure; 0 without pressure."""
+        return max(0, self._pressed_bytes - self.used_bytes) if self.pressure is not None else 0
+
+    @property
     def machine_free_bytes(self) -> int:
         """See ``free_bytes`` of this module."""
         return free_bytes(self._cgroups, self._membership)
@@ -437,6 +444,7 @@ class Budget:
         )
         if (pressure is None) != (self.pressure is None):
             weights, used = self._weights_bytes, self.used_bytes
+            self._pressed_bytes = used
             # Half of what caches and requests use now.
             self._lowered_bytes = weights + max((used - weights) // 2, LEAST_WORK_BYTES)
             self.pressure = pressure

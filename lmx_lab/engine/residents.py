@@ -30,7 +30,7 @@ from lmx_lab.engine.lookup import (
     loaded_id,
 )
 from lmx_lab.engine.memory import Budget
-from lmx_lab.engine.model import Counts, Engine
+from lmx_lab.engine.model import Counts
 from lmx_lab.engine.plan import is_same
 from lmx_lab.engine.swap import SwapQueue
 from lmx_lab.errors import (
@@ -57,7 +57,7 @@ RELOAD_S = 30.0
 class Residents:
     """Loads and unloads models. Belongs to the loop of the manager; ``now`` and ``change`` may be read on any thread.
 
-    The methods of the same names in ``ModelManager`` describe arguments and errors.
+    The public coroutines are methods of ``ModelManager``, too, which may be called from any thread.
 
     Args:
         report: Called with each step of a load or an unload.
@@ -144,6 +144,7 @@ class Residents:
             memory_footprint_bytes=self._budget.footprint_bytes,
             memory_limit_bytes=self._budget.total_bytes,
             memory_pressure=self._budget.pressure,
+            memory_freed_bytes=self._budget.freed_bytes,
             memory_is_of_device=memory.is_of_device,
             blas=self._engines.blas,
         )
@@ -199,7 +200,8 @@ class Residents:
     async def quiesce(self, timeout_s: float) -> None:
         models = self.now.models
         were_open = [model for model in models if not model.admission.closed]
-        drains = [Drain(model, "the server was stopped", limit_s=timeout_s) for model in models]
+        change = Change[int](kind="unload", name="")
+        drains = [Drain(model, "the server was stopped", change, limit_s=timeout_s) for model in models]
         await asyncio.gather(*(drain.run() for drain in drains))
         for model in were_open:
             model.admission.reopen()
@@ -224,10 +226,30 @@ class Residents:
         spec: LoadSpec,
         files: ModelEntry | None = None,
         *,
-        local: bool,
+        local: bool = True,
         finish_queued: bool = False,
         if_busy: IfBusy = "refuse",
     ) -> LoadReport:
+        """Load a model, which becomes the main one. A pinned encoder only stays next to it, in memory that is free.
+
+        If more than ``Settings.resident`` models would be in memory, or too little of it is left, models that are not
+        pinned leave first: those without requests, the least recently used first, then the others, whose running
+        requests may end first (``drain_s``). If the load fails, they are loaded again. Cancelling the caller does not
+        cancel the load. Loads of the same spec that are in progress are joined. A model that is in memory with these
+        options is not loaded again, and only its ``pin`` and ``ttl_s`` change.
+
+        Args:
+            files: The model, if its files are already known.
+            local: Whether the caller is on this machine, and may name paths and models to download.
+            finish_queued: Whether the queued requests of models that leave are also answered, within the same time.
+            if_busy: What to do while another load or unload is in progress.
+
+        Raises:
+            ModelNotFoundError: the model is not on disk, and cannot be downloaded.
+            UnusableModelError, StorageFullError, OutOfMemoryError: the message contains the model that is now loaded.
+            ModelBusyError: another load or unload is in progress.
+            NotLoadedError: the load was cancelled.
+        """
         if self._closed:
             # A request in swap mode may have got its turn because other loads have ended.
             raise EngineDeadError("the engine was stopped")
@@ -273,7 +295,7 @@ class Residents:
         change.finish(error)
 
     async def _load(self, change: Change[LoadReport], spec: LoadSpec, *, local: bool, if_busy: IfBusy) -> LoadReport:
-        entry, engine = await change.run(self._find(spec, change.files, local=local))
+        entry = await change.run(self._find(spec, change.files, local=local))
         change.entry = entry
         if change.beside or self.change is None:
             model = await self._find_loaded(entry, spec)
@@ -296,15 +318,15 @@ class Residents:
             if self._lent is not None:
                 self.check_free()
             await self._begin(change, entry)
-            return await change.run(self._load_beside(entry, spec, engine))
+            return await change.run(self._load_beside(entry, spec))
         if if_busy == "refuse":
             self.check_free()
         async with self._in_progress(change):
             await self._begin(change, entry)
-            return await self._load_in_turn(change, entry, spec, engine)
+            return await self._load_in_turn(change, entry, spec)
 
-    async def _find(self, spec: LoadSpec, entry: ModelEntry | None, *, local: bool) -> tuple[ModelEntry, Engine]:
-        """Return the files to load, with those of the draft model, and their engine.
+    async def _find(self, spec: LoadSpec, entry: ModelEntry | None, *, local: bool) -> ModelEntry:
+        """Return the files to load, with those of the draft model. Their engine was created when this returns.
 
         Args:
             entry: The files, if they are already known.
@@ -319,7 +341,8 @@ class Residents:
                 "main model, or name another one"
             )
         entry = await self._finder.with_draft(entry, spec, local=local)
-        return entry, await in_thread(functools.partial(self._engines.get, choose_engine(entry, spec).name))
+        await in_thread(functools.partial(self._engines.get, choose_engine(entry, spec).name))
+        return entry
 
     async def _begin(self, change: Change[LoadReport], entry: ModelEntry) -> None:
         """Check the files of a model whose load begins, unless the caller knows them."""
@@ -356,16 +379,14 @@ class Residents:
         """Return whether a model in memory becomes the main one as if it was loaded: a pinned encoder does."""
         return is_beside(model) and model is not self.now.main
 
-    async def _load_in_turn(
-        self, change: Change[LoadReport], entry: ModelEntry, spec: LoadSpec, engine: Engine
-    ) -> LoadReport:
+    async def _load_in_turn(self, change: Change[LoadReport], entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """Load a model, after others have left memory for it; if that fails, load those again."""
         present = await change.run(self._find_loaded(entry, spec))
         if present is not None and not self._replaces_main(present):
             return self._use_again(present, entry, change, spec)
         # A model that cannot be loaded is refused while the others still answer.
         started, main = time.perf_counter(), self.now.main
-        leaving = await change.run(self._choose_leaving(entry, spec, engine, present))
+        leaving = await change.run(self._choose_leaving(entry, spec, present))
         checked_s = time.perf_counter() - started
         await change.run(self._load_missing(besides=entry))
         left: list[Model] = []
@@ -378,9 +399,9 @@ class Residents:
                         self._report(ModelEvent(model=model.entry.id, stage="unloaded"))
                 # Others leave in place of a model that was pinned in the meantime.
                 stayed = any(model not in left for model in leaving)
-                leaving = await change.run(self._choose_leaving(entry, spec, engine, present)) if stayed else []
+                leaving = await change.run(self._choose_leaving(entry, spec, present)) if stayed else []
             change.stage = "loading"
-            report = await change.run(self._enter(entry, spec, engine, as_main=True, like=left))
+            report = await change.run(self._enter(entry, spec, as_main=True, like=left))
             return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
         except LabError as exc:
             # Not the exception, which refers to this frame, and so to the models that have left.
@@ -389,21 +410,19 @@ class Residents:
         outcome = await self._restore(change, left, main) if change.restores else ""
         raise kind(f"{message}{outcome}", param=param)
 
-    async def _load_beside(self, entry: ModelEntry, spec: LoadSpec, engine: Engine) -> LoadReport:
+    async def _load_beside(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
         """Load an encoder that stays next to the main model, in memory that is free. Other loads and unloads need not
         wait for it.
         """
         started = time.perf_counter()
         if await self._find_loaded(entry, spec) is None:
             same = [model for model in self.now.models if is_same(model.entry, entry)]
-            await self._check_loadable(entry, spec, engine, without=same)
+            await self._check_loadable(entry, spec, without=same)
         checked_s = time.perf_counter() - started
-        report = await self._enter(entry, spec, engine, as_main=False)
+        report = await self._enter(entry, spec, as_main=False)
         return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms, context_length=None)
 
-    async def _choose_leaving(
-        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, present: Model | None
-    ) -> list[Model]:
+    async def _choose_leaving(self, entry: ModelEntry, spec: LoadSpec, present: Model | None) -> list[Model]:
         """Let the engine check a model, and return the models that leave memory for it.
 
         Args:
@@ -422,7 +441,7 @@ class Residents:
             leaving = [*same, *others[:count]]
             without = leaving if present is None else [*leaving, present]
             try:
-                await self._check_loadable(entry, spec, engine, without=without)
+                await self._check_loadable(entry, spec, without=without)
             except OutOfMemoryError as exc:
                 if count < len(others):
                     continue
@@ -458,36 +477,45 @@ class Residents:
 
     async def _reload(self, model: Model, *, as_main: bool) -> None:
         """Load a model again that has left memory, unless it was loaded in another way in the meantime."""
-        entry, spec, engine = model.entry, model.spec_now, self._engines.of(model.entry)
-        await self._check_loadable(entry, spec, engine)
-        await self._enter(entry, spec, engine, as_main=as_main, replaces=False)
+        await self._check_loadable(model.entry, model.spec_now)
+        await self._enter(model.entry, model.spec_now, as_main=as_main, replaces=False)
 
-    async def _check_loadable(
-        self, entry: ModelEntry, spec: LoadSpec, engine: Engine, *, without: Sequence[Model] = ()
-    ) -> None:
+    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, *, without: Sequence[Model] = ()) -> None:
         """Let an engine check a model that is loaded next to those in memory.
 
         Args:
             without: Models that leave memory first.
         """
         staying = [model for model in self.now.models if model not in without]
-        check = engine.check(entry, spec, room_bytes=self._engines.room_bytes(engine, staying))
+        await self._check_room(entry, spec, self._engines.room_bytes(entry, staying))
+
+    async def _check_room(self, entry: ModelEntry, spec: LoadSpec, room_bytes: int) -> None:
+        check = self._engines.of(entry).check(entry, spec, room_bytes=room_bytes)
         await within_limit(check, entry, self._settings.load_timeout_s)
 
-    async def check(self, spec: LoadSpec, *, beside: Sequence[ModelEntry]) -> ModelEntry:
-        entry, engine = await self._find(spec, None, local=True)
+    async def check(self, spec: LoadSpec, *, beside: Sequence[ModelEntry] = ()) -> ModelEntry:
+        """Check that a model can be loaded, without loading it, and return its files. They are downloaded if necessary.
+
+        The files and the options are checked as in a load. Faults that appear only when the weights are read are not
+        found.
+
+        Args:
+            beside: Models that will be loaded together with this one and are not in memory yet.
+
+        Raises:
+            ModelNotFoundError, UnusableModelError, StorageFullError, OutOfMemoryError, NotLoadedError: as ``load``.
+        """
+        entry = await self._find(spec, None, local=True)
         await self._finder.check(entry)
-        others = await in_thread(lambda: [(it, self._engines.of(it)) for it in beside])
-        room_bytes = engine.memory.limit - sum(it.load_bytes for it, other in others if share_memory(engine, other))
-        check = engine.check(entry, spec, room_bytes=room_bytes)
-        await within_limit(check, entry, self._settings.load_timeout_s)
+        engine, others = self._engines.of(entry), await in_thread(lambda: [(it, self._engines.of(it)) for it in beside])
+        taken_bytes = sum(it.load_bytes for it, other in others if share_memory(engine, other))
+        await self._check_room(entry, spec, engine.memory.limit - taken_bytes)
         return entry
 
     async def _enter(
         self,
         entry: ModelEntry,
         spec: LoadSpec,
-        engine: Engine,
         *,
         as_main: bool,
         like: Sequence[Model] = (),
@@ -509,7 +537,8 @@ class Residents:
                     return load_report(same, entry, 0.0)
                 files = await in_thread(functools.partial(with_marks, entry))
                 staying = [other for other in self.now.models if other is not same]
-                load = engine.load(files, spec, room_bytes=self._engines.room_bytes(engine, staying))
+                room_bytes = self._engines.room_bytes(entry, staying)
+                load = self._engines.of(entry).load(files, spec, room_bytes=room_bytes)
                 model = await within_limit(load, entry, self._settings.load_timeout_s)
                 if (lost := model.lost) is not None:
                     raise type(lost)(lost.message)
@@ -527,7 +556,18 @@ class Residents:
             await self._drop(same, NotLoadedError(f"{entry.id} was loaded again with other options"))
         return report
 
-    async def cancel_load(self, model: str, *, shared: bool) -> None:
+    async def cancel_load(self, model: str, *, shared: bool = True) -> None:
+        """Cancel the loads of the model with this id or requested name. Downloads continue in the background.
+
+        The callers of the loads get the error after the previous model is loaded again.
+
+        Args:
+            shared: Whether to cancel them even if several callers wait for them.
+
+        Raises:
+            InvalidRequestError: the model is not being loaded.
+            ModelBusyError: several callers wait for the loads, which continue.
+        """
         loads = self._loads(model)
         if not loads:
             raise InvalidRequestError(f"{model} is not being loaded; there is nothing to cancel", param="model")
@@ -539,7 +579,19 @@ class Residents:
 
     # Models that stay
 
-    async def keep(self, model: str, *, pin: bool | None, ttl_s: TimeToLive | None, local: bool) -> ModelState:
+    async def keep(
+        self, model: str, *, pin: bool | None = None, ttl_s: TimeToLive | None = None, local: bool = True
+    ) -> ModelState:
+        """Change how long a model stays in memory. Arguments that are None change nothing.
+
+        Args:
+            pin: Whether it stays until it is unloaded by request: no other load and no time without requests removes
+                it, and it is loaded again if its engine loses it.
+            ttl_s: Seconds without requests after which it is unloaded, or ``"never"``.
+
+        Raises:
+            InvalidRequestError: the model is not in memory.
+        """
         name = self._settings.ids_by_alias.get(model, model)
         missing = self._forget_missing(name, local=local) if pin is False else None
         named = missing or self.now.find(name, local=local)
@@ -590,7 +642,25 @@ class Residents:
 
     # Unloads
 
-    async def unload(self, model: str | None, *, local: bool, wait: bool | None) -> int:
+    async def unload(self, model: str | None = None, *, local: bool = True, wait: bool | None = None) -> int:
+        """Unload a model after its running requests have ended; return the bytes that this released.
+
+        Cancelling the caller does not cancel the unload. Another call joins an unload that is in progress, and ``wait``
+        then applies to the rest of it. If the model is being loaded, only this load is cancelled, even if it hangs, and
+        the models that have left memory for it are loaded again; without a name, any load is cancelled. But if
+        ``model`` names one that leaves memory for a load, the call joins its unload, and returns 0 if the load is then
+        cancelled. Pinned models stay; without a name, a pinned encoder only ceases to be the main model.
+
+        Args:
+            model: The model to unload, or whose load is cancelled; None for the main one.
+            local: Whether the caller is on this machine, and may name the model by its path.
+            wait: Whether running requests may finish: True without a time limit, False not at all, None within
+                ``drain_s``. Requests that have not ended by then, and queued ones, end with ``NotLoadedError``.
+
+        Raises:
+            InvalidRequestError: the model of this name is pinned, or not in memory.
+            ModelBusyError: a model is being loaded in place of the named one, which still answers.
+        """
         if (joined := self._unload_to_join(model, wait, local=local)) is not None:
             joined.set_wait(wait)
             return await asyncio.shield(joined.done)
@@ -692,10 +762,8 @@ class Residents:
         drain = change.drain = Drain(
             model,
             why,
+            change,
             limit_s=self._settings.drain_s if limit_s is None else limit_s,
-            wait=change.wait,
-            finish_queued=change.finish_queued,
-            replaced_by=change.model if change.kind == "load" else None,
             on_change=report,
         )
         try:
@@ -772,6 +840,15 @@ class Residents:
     # Room for the models of another manager
 
     async def make_room(self, model: str, *, limit_s: float) -> None:
+        """Unload all models to make room for those of another manager of this process, which replaces this one.
+
+        Loads in progress are cancelled, and an unload no longer waits for answers. Until ``take_back`` or ``stop``,
+        this manager loads nothing, and its state shows a load. Cancelling the caller does not cancel the unload.
+
+        Args:
+            model: The model that is loaded next, for messages.
+            limit_s: Time that running requests have to end.
+        """
         self.cancel_loads()
         if self.change is not None:
             self.change.set_wait(False)
@@ -786,6 +863,11 @@ class Residents:
             change.done.result()
 
     async def take_back(self) -> str | None:
+        """Undo ``make_room``: load the models again, and return the id of the main one; None if there was none.
+
+        Raises:
+            LabError: the main model could not be loaded again.
+        """
         self._taken_back.set()
         change, self._lent = self._lent, None
         return await change.result() if change is not None else None

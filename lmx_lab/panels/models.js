@@ -67,6 +67,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
     return [key, code, line];
   });
 
+  const pressure = h("p", { class: "note", role: "status" });
   const image = h("img", { alt: "QR code of the LAN address", width: 180, height: 180 });
   const code = h("details", {}, h("summary", {}, "QR code for phones"), image);
   const jobs = h("div");
@@ -111,7 +112,11 @@ export default panel("Models", ({ model, root, head, watch }) => {
     });
     const button = h("button", { "aria-label": "Unload " + id, "data-model": id, onclick: () => unload(id) }, "Unload");
     const controls = h("span", { class: "row" }, h("label", { class: "dim" }, "time to live ", ttl), pin, button);
-    return [h("li", {}, h("div", { class: "row" }, h("b", {}, id), main, idle, controls), h("div", { class: "row" }, bar, memory)), (row) => {
+    const warning = h("p", { class: "note" });
+    const lines = [[h("b", {}, id), main, idle, controls], [bar, memory]].map((parts) => h("div", { class: "row" }, ...parts));
+    return [h("li", {}, ...lines, warning), (row) => {
+      set(warning, row.warning);
+      warning.hidden = !row.warning;
       main.hidden = !row.main;
       set(memory, row.memory);
       set(idle, row.idle);
@@ -268,7 +273,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
   root.classList.add("models");
   head.append(place);
   root.append(
-    h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, jobs, announcement, resident, list, storage);
+    h("div", { class: "row" }, ...links.map(([, , line]) => line)), code, strip, pressure, jobs, announcement, resident, list, storage);
   watch(["error", "error_field"], () => {
     if (get("error") && !input.value) {
       input.value = last[0];
@@ -277,6 +282,10 @@ export default panel("Models", ({ model, root, head, watch }) => {
       showOptions();
     }
     showError("");
+  });
+  watch(["pressure"], () => {
+    set(pressure, get("pressure"));
+    pressure.classList.toggle("hidden", !get("pressure"));
   });
   watch(["jobs"], () => {
     showJobs(get("jobs"));

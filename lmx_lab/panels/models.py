@@ -96,9 +96,9 @@ class ModelsPanel(Panel):
     """``{id, cells, action, engines}`` of each model: the cells after the first column, the label of the button, which
     is empty if there is no button, and the engines that can run it."""
     resident: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """``{id, main, pinned, leaving, memory, fraction, idle, ttl, ttls}`` of each model in memory. ``leaving`` is true
-    while it is being unloaded; ``fraction`` is its share of the machine's memory, 0 to 1, or None; ``ttl`` is its time
-    to live, and ``ttls`` are pairs of those that can be chosen and their texts."""
+    """``{id, main, pinned, leaving, memory, fraction, idle, ttl, ttls, warning}`` of each model in memory. ``leaving``
+    is true while it is being unloaded; ``fraction`` is its share of the machine's memory, 0 to 1, or None; ``ttl`` is
+    its time to live, and ``ttls`` are pairs of those that can be chosen and their texts; ``warning`` may be empty."""
     choices: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     """The values of load options: ``engine`` for models that are not in the list, and ``kv_cache_dtype``."""
     caption = traitlets.Unicode().tag(sync=True)
@@ -112,6 +112,8 @@ class ModelsPanel(Panel):
     """What takes space on the disk, as ``{rows, note}``; empty until it was requested. Each row is
     ``{id, cells, remedy, question}``: the cells after the name; how to remove it elsewhere, if this package does not
     remove it; and otherwise the question that the user must confirm."""
+    pressure = traitlets.Unicode().tag(sync=True)
+    """Why memory is short, and how much was freed; empty if it is not short."""
     error = traitlets.Unicode().tag(sync=True)
     """The message of the last failure, until it is dismissed or another job is started."""
     error_field = traitlets.Unicode().tag(sync=True)
@@ -150,6 +152,8 @@ class ModelsPanel(Panel):
         super().tick(backend, sample)
         self._sample, now = sample or self._sample, time.monotonic()
         stopped = not self.serves
+        if (pressure := self._pressure()) != self.shown("pressure"):
+            self.show(pressure=pressure)
         for job in list(self._jobs.values()):
             # Another client's download without an event has ended, or its model has received another name.
             if stopped or (job.stage not in IN_ENGINE and now - job.updated_at > 30):
@@ -264,8 +268,8 @@ class ModelsPanel(Panel):
         changed = {"pinned": answer.pinned, "ttl_s": answer.ttl_s}
         self._records = tuple(it.model_copy(update=changed) if it.id == answer.model else it for it in self._records)
         self._show_rows()
-        # A scan that is in progress may have read the previous values.
-        self._refresh_soon()
+        # A scan that is in progress may have read the previous values, so another one follows it.
+        self._is_stale = True
 
     async def do_cancel(self, fields: Mapping[str, Any]) -> None:
         """Cancel a load. The previous model is loaded again."""
@@ -405,6 +409,7 @@ class ModelsPanel(Panel):
                     "idle": idle,
                     "ttl": "never" if record.ttl_s is None else f"{record.ttl_s:.10g}",
                     "ttls": [["never", "never"], *([f"{ttl_s:.10g}", _duration(ttl_s)] for ttl_s in ttls)],
+                    "warning": record.warning,
                 }
             )
         return rows
@@ -429,14 +434,23 @@ class ModelsPanel(Panel):
         caption = f"{count} model{'' if count == 1 else 's'} on {self.workbench.backend.state().disk}"
         return caption if count <= MAX_ROWS else f"{caption}; the first {MAX_ROWS} are shown, others load by name"
 
+    def _pressure(self) -> str:
+        sample = self._sample
+        if not self.serves or sample is None or sample.memory_pressure is None:
+            return ""
+        freed_bytes = round(sample.memory_freed_gb * 1e9)
+        freed = (
+            f"{format_bytes(freed_bytes)} of models and caches were freed" if freed_bytes else "Nothing was freed yet"
+        )
+        return f"Memory is short: {sample.memory_pressure}. {freed}, and further requests may have to wait."
+
     def _engines(self) -> str:
         problems = dict.fromkeys(record.problem for record in self._records if record.problem)
         loaded = (record for record in self._records if self.serves and record.loaded and record.engine_reason)
         engines = [f"{record.id} runs on {with_reason(record.engine, record.engine_reason)}" for record in loaded]
         copies = [copy.describe(record.id) for record in self._records for copy in record.quantized_copies]
-        warnings = [f"{record.id}: {record.warning}" for record in self._records if record.loaded and record.warning]
         preference = self._preference.detail if self._preference else None
-        notes = [*engines, *warnings, *copies, preference, *problems, self._problem]
+        notes = [*engines, *copies, preference, *problems, self._problem]
         return ". ".join(filter(None, notes))
 
     def _show_jobs(self) -> None:
@@ -495,6 +509,8 @@ class ModelsPanel(Panel):
         facts = describe_server(self.workbench.backend.state())
         lines = f"<div><b>LMX Lab</b>: {html.escape(facts.pop('server'))}</div>"
         lines += "".join(f"<div>{name}: {html.escape(value)}</div>" for name, value in facts.items())
+        warnings = (f"{record.id}: {record.warning}" for record in self._records if record.loaded and record.warning)
+        lines += "".join(f"<div>{html.escape(note)}</div>" for note in (self._pressure(), *warnings) if note)
         rows = ([row["id"], *row["cells"]] for row in self._rows())
         table = html_table(MODEL_COLUMNS, rows, caption=self._caption())
         table += f"<div>{html.escape(self._engines())}</div>" if self._engines() else ""

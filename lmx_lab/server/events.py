@@ -142,6 +142,8 @@ def sample(before: EngineSnapshot, now: EngineSnapshot, elapsed_s: float) -> Sam
         memory_cache_gb=now.prefix_cache_bytes / 1e9,
         memory_peak_gb=now.memory_peak_bytes / 1e9,
         memory_total_gb=now.memory_total_bytes / 1e9,
+        memory_pressure=now.memory_pressure,
+        memory_freed_gb=now.memory_freed_bytes / 1e9,
     )
 
 

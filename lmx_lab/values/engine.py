@@ -160,6 +160,8 @@ class EngineSnapshot:
     """The value that ``memory_footprint_bytes`` should not exceed. It is lower while ``memory_pressure`` is set."""
     memory_pressure: str | None = None
     """Why the machine or the container is short of memory; None if it is not."""
+    memory_freed_bytes: int = 0
+    """How much less memory models and requests use than at the beginning of ``memory_pressure``."""
     memory_is_of_device: bool = False
     """Whether this memory belongs to a GPU, so that engines on the CPU do not use it."""
     blas: BlasReport | None = None

@@ -280,6 +280,10 @@ class Sample(BaseModel):
     memory_peak_gb: float
     memory_total_gb: float
     """Memory of the machine."""
+    memory_pressure: str | None = None
+    """Why the machine or the container is short of memory; null if it is not."""
+    memory_freed_gb: float = 0.0
+    """How much less memory models and requests use than at the beginning of this shortage."""
 
 
 class Heartbeat(BaseModel):

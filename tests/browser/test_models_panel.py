@@ -21,7 +21,7 @@ SCRIPT = """async ([code, phone_code]) => {
         rows: [{id: "tiny", cells: ["", "", "", "", "", "loaded"], action: "", engines: ["mlx"]}],
         resident: [{id: "tiny", main: true, pinned: false, leaving: false, memory: "", idle: "", ttl: "", ttls: []}],
         choices: {engine: [], kv_cache_dtype: []}, storage: {},
-        jobs: [], error: "", error_field: "", caption: "", engines: "", compact: false, revision: 1,
+        jobs: [], pressure: "", error: "", error_field: "", caption: "", engines: "", compact: false, revision: 1,
     };
     const model = {
         get: (name) => state[name],

@@ -313,12 +313,14 @@ def test_pressure_lowers_the_limit_while_it_lasts(machine):
         "memory is short: programs on this machine waited for memory during 20 % of the last 10 s; "
         "2.25 GB are in use, and 1.72 GB are allowed now"
     )
+    assert budget.freed_bytes == 0
     machine.use(weights=GIB, requests=GIB // 4)
     budget.update()
     assert budget.limit_bytes == GIB + GIB // 2
+    assert budget.freed_bytes == GIB * 3 // 4
     machine.pressure_file.write_text(stalls(1))
     budget.update()
-    assert budget.limit_bytes == 4 * GIB
+    assert (budget.limit_bytes, budget.freed_bytes) == (4 * GIB, 0)
     assert [(event.active, event.reason is None) for event in machine.events] == [(True, False), (False, True)]
     assert str(machine.events[1]).startswith("memory is no longer short; ")
 

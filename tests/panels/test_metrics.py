@@ -201,7 +201,7 @@ def test_the_data_frame_has_times_and_units_and_the_same_types_without_samples(w
     assert list(frame.columns) == ["time", *FIELDS]
     assert frame["time"][1] == pd.Timestamp("2027-01-15 08:00:00.5", tz="UTC")
     assert frame["memory_active_gb"].tolist() == [1.5] * 3
-    assert set(FIELDS) == set(Sample.model_fields) - {"type", "at"}
+    assert set(FIELDS) == set(Sample.model_fields) - {"type", "at", "memory_pressure", "memory_freed_gb"}
     assert (len(empty), len(frame)) == (0, 3)
     assert empty.dtypes.to_dict() == frame.dtypes.to_dict()
     assert [str(frame[name].dtype) for name in ("time", "active_requests")] == ["datetime64[us, UTC]", "int64"]

@@ -1,6 +1,7 @@
 """Test the models panel without a browser: its list, loads, unloads, refused requests."""
 
 import contextlib
+import html
 import threading
 import time
 from pathlib import Path
@@ -75,7 +76,9 @@ def test_quantized_copies_are_shown_with_their_loss(reader, backend):
 def test_what_is_wrong_with_a_loaded_model_is_shown(reader, backend):
     backend.records = [record("tiny", loaded=True, vram_gb=0.1, warning="no merges"), record("small", warning="old")]
     reader.ask("refresh")
-    reader.until(lambda panel: panel.engines == "tiny: no merges")
+    reader.until(lambda panel: [(row["id"], row["warning"]) for row in panel.resident] == [("tiny", "no merges")])
+    saved = reader.panel.snapshot_html()
+    assert ("<div>tiny: no merges</div>" in saved, "old" in saved) == (True, False)
 
 
 def test_a_model_without_its_engine_has_no_load_button_and_the_remedy_is_shown(reader, backend):
@@ -149,6 +152,7 @@ def test_each_model_in_memory_has_a_row(reader, backend):
             "idle": "idle",
             "ttl": "3600",
             "ttls": choices,
+            "warning": "",
         },
         {
             "id": "big",
@@ -160,6 +164,7 @@ def test_each_model_in_memory_has_a_row(reader, backend):
             "idle": "idle for 3 min",
             "ttl": "90",
             "ttls": [*choices[:2], ["90", "90 s"], *choices[2:]],
+            "warning": "",
         },
         {
             "id": "mini",
@@ -171,6 +176,7 @@ def test_each_model_in_memory_has_a_row(reader, backend):
             "idle": "idle for 121 min",
             "ttl": "never",
             "ttls": choices,
+            "warning": "",
         },
     ]
     backend.set_state(state="stopped")
@@ -626,6 +632,18 @@ def test_a_real_lab_deletes_what_is_as_it_was_listed(lab, real_workbench):
     assert not reader.panel.error
     assert not runs.exists()
     assert (lab.settings.home / "models" / "tiny").exists()
+
+
+def test_while_memory_is_short_a_line_has_the_reason_and_what_was_freed(reader, backend):
+    reason = "0.01 GB of the container's 1.00 GB are free"
+    backend.measured = server_sample(1.0, memory_pressure=reason, memory_freed_gb=0.25)
+    line = f"Memory is short: {reason}. 250 MB of models and caches were freed, and further requests may have to wait."
+    reader.until(lambda panel: panel.pressure == line)
+    assert f"<div>{html.escape(line)}</div>" in reader.panel.snapshot_html()
+    backend.measured = server_sample(2.0, memory_pressure=reason)
+    reader.until(lambda panel: "are free. Nothing was freed, and" in panel.pressure)
+    backend.measured = server_sample(3.0)
+    reader.until(lambda panel: not panel.pressure)
 
 
 def test_an_attached_lab_says_where_storage_is_listed(lab):

@@ -40,6 +40,8 @@ def test_a_sample_has_all_metrics_since_the_previous_snapshot():
         memory_peak_bytes=2 * 10**9,
         memory_total_bytes=4 * 10**9,
         prefix_cache_bytes=5 * 10**8,
+        memory_pressure="memory is short",
+        memory_freed_bytes=3 * 10**8,
     )
     taken = sample(before, now, 2)
     assert taken.decode_tokens_per_second == 15
@@ -48,6 +50,7 @@ def test_a_sample_has_all_metrics_since_the_previous_snapshot():
     assert (taken.active_requests, taken.queued_requests) == (2, 3)
     assert (taken.memory_active_gb, taken.memory_cache_gb) == (1, 0.5)
     assert (taken.memory_peak_gb, taken.memory_total_gb) == (2, 4)
+    assert (taken.memory_pressure, taken.memory_freed_gb) == ("memory is short", 0.3)
     assert sample(now, before, 2).decode_tokens_per_second == 0
 
 

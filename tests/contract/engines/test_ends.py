@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from lmx_lab.engine import AnswerFormat
-from lmx_lab.engine.loads import Drain
+from lmx_lab.engine.loads import Change, Drain
 from lmx_lab.errors import EngineDeadError, GenerationTimeoutError, NotLoadedError, QueueFullError
 from tests.contract.engines.entries import CONTEXT, FEW
 from tests.support.engines import engine_alone, finish, load_on, numbers, request, run, until_idle
@@ -191,7 +191,8 @@ async def test_requests_end_when_the_event_loop_of_their_caller_closes(busy):
 
 
 def drain(model, limit_s=60):
-    return Drain(model.model, "the model was unloaded", limit_s=limit_s).run()
+    change = Change[int](kind="unload", name=model.model.entry.id)
+    return Drain(model.model, "the model was unloaded", change, limit_s=limit_s).run()
 
 
 async def test_an_unload_waits_for_running_requests_and_refuses_queued_ones(own, ends):
