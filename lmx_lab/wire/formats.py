@@ -179,7 +179,7 @@ class RegexFormat(RequestModel):
 
     type: Literal["regex"]
     regex: Pattern
-    """The expression, in Rust's syntax."""
+    r"""The expression, in the syntax that JavaScript and Python share. ``\d``, ``\w`` and ``\s`` match ASCII characters."""
 
 
 class GrammarFormat(RequestModel):

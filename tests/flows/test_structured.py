@@ -101,7 +101,12 @@ def refusal(http, **changes):
     [
         ({"$ref": "file:///etc/passwd"}, "file:///etc/passwd"),
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
-        ({"type": "string", "pattern": "("}, "("),
+        (
+            closed(a={"type": "string", "pattern": "("}),
+            "properties.a.pattern: regular expression: unclosed group; corr",
+        ),
+        (closed(a={"type": "strin"}), "properties.a: type has the unknown value strin; correct it"),
+        (closed(a={"type": "array", "items": {"$ref": "#"}, "minItems": 1}), "items requires a value like itself"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ],
 )

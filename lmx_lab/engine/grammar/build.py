@@ -13,9 +13,10 @@ from typing import Any
 
 from lmx_lab.engine.grammar import json_lark
 from lmx_lab.engine.grammar.gbnf import to_lark
-from lmx_lab.engine.grammar.schemas import enforceable
+from lmx_lab.engine.grammar.schemas import enforceable, portable
 from lmx_lab.engine.requests import AnswerFormat, ToolUse
 from lmx_lab.engine.text.tool_prompt import END, START
+from lmx_lab.errors import InvalidRequestError
 
 WHITESPACE = r"[ ]|\n[ ]{0,24}"
 """Allowed between the parts of JSON: one space, or one line break with indentation. With more whitespace allowed, a
@@ -34,6 +35,7 @@ NO_FORCING = '%llguidance {"no_forcing": true}'
 which takes 10 ms for a constant of 20,000 characters."""
 MAX_CALLS = 16
 """Maximum number of tool calls in a forced answer. Small models would add calls until they have no tokens left."""
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 Marker = tuple[int | str, ...]
 """A marker as special tokens and texts, or as one text."""
 
@@ -72,11 +74,15 @@ def build_grammar(
     if answer_format is not None:
         match answer_format.kind:
             case "json_schema":
-                part = {"json_schema": enforceable(json.loads(answer_format.text), strict=answer_format.strict)}
+                schema = json.loads(answer_format.text)
+                part = {
+                    "json_schema": _enforceable(schema, "this format", "response_format", strict=answer_format.strict)
+                }
             case "regex":
                 # These characters would end a regular expression in Lark.
                 escapes = {"/": r"\/", "\n": r"\n"}
-                pattern = re.sub(r"\\.|/|\n", lambda it: escapes.get(it[0], it[0]), answer_format.text, flags=re.DOTALL)
+                pattern = portable(answer_format.text)
+                pattern = re.sub(r"\\.|/|\n", lambda it: escapes.get(it[0], it[0]), pattern, flags=re.DOTALL)
                 part = {"lark_grammar": f"start: /{pattern}/"}
             case "lark":
                 part = {"lark_grammar": answer_format.text}
@@ -92,6 +98,18 @@ def build_grammar(
     lark.rules[:0] = [FORCING, f"start: {body}"]
     main = {"name": "main", "lark_grammar": "\n".join(lark.rules)}
     return json.dumps({"grammars": [main, *lark.parts]}, ensure_ascii=False)
+
+
+def _enforceable(schema: Any, what: str, param: str, *, strict: bool) -> Any:
+    """Return the schema as it is enforced.
+
+    Raises:
+        InvalidRequestError: it cannot be.
+    """
+    try:
+        return enforceable(schema, strict=strict)
+    except InvalidRequestError as exc:
+        raise InvalidRequestError(f"{what} cannot be enforced: {exc.message}", param=param) from exc
 
 
 def with_json_rules(grammar: str) -> str:
@@ -134,12 +152,14 @@ def _body_with_calls(lark: _Lark, tools: ToolUse, markers: Mapping[str, Marker],
             names.append(f"call_{at}")
             begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
             lark.rules.append(f'call_{at}: {_literal(begin)} @call_{at}_arguments "}}"')
-            lark.parts.append(
-                {
-                    "name": f"call_{at}_arguments",
-                    "json_schema": enforceable({"type": "object", **tool.parameters}, strict=tool.strict),
-                }
-            )
+            schema, what = {"type": "object", **tool.parameters}, f"the parameters of the tool {tool.name!r}"
+            try:
+                schema = _enforceable(schema, what, f"tools.{at}.function.parameters", strict=tool.strict)
+            except InvalidRequestError:
+                if tools.forced:
+                    raise
+                schema = dict(ANY_OBJECT)
+            lark.parts.append({"name": f"call_{at}_arguments", "json_schema": schema})
     lark.rules.append(f'call: "\\n" ({" | ".join(names)}) "\\n" {_marker_rule(end)}')
     once = tools.only is not None or not tools.parallel
     if not formatted and not tools.forced:

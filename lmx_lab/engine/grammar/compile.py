@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import logging
 import pickle
@@ -20,8 +21,8 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher
 
-from lmx_lab.engine.grammar.build import as_grammar, with_json_rules, without_forcing
-from lmx_lab.engine.grammar.schemas import unenforced
+from lmx_lab.engine.grammar.build import ANY_OBJECT, as_grammar, with_json_rules, without_forcing
+from lmx_lab.engine.grammar.schemas import DEFINITIONS, shown_path, subschemas, unenforced
 from lmx_lab.engine.grammar.worker import TokenTable, build_tokenizer, compile_grammar
 from lmx_lab.engine.requests import ToolUse
 from lmx_lab.engine.sandbox import (
@@ -46,13 +47,34 @@ TOO_LARGE = "it is too large, or nested too deeply, to be compiled; simplify it"
 CACHE_SIZE = 32
 SAMPLE = '{"a b": 1}'
 """A text from which it is seen whether a tokenizer adds something to texts."""
-ANY_OBJECT = {"type": "object"}
-STOP_REASONS = {
-    "NoExtensionBias": "no text can be a whole answer of this form",
-    "ParserTooComplex": "it has become too complex",
-    "LexerTooComplex": "it has become too complex",
-}
-"""llguidance's names for the ways in which a grammar stops, and our words for them."""
+LOCATED = 256
+"""Number of parts of a schema among which the cause of an error is looked for."""
+PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+"""Lines of a grammar that end a reason of llguidance. The caller has written only some of them."""
+IS_CONVERTED = re.compile(r"start: (?:/|R0_)")
+"""The beginning of a grammar that was written for a regular expression or for GBNF."""
+REASONS = (
+    ("NoExtensionBias", "no text can be a whole answer of this form"),
+    ("ParserTooComplex|LexerTooComplex", "it has become too complex"),
+    (".*regex parse error.*\nerror: (.*)", r"regular expression: \1; correct it"),
+    (
+        ".*lookarounds not supported.*",
+        "^ and $ are only supported at the ends of a regular expression, and boundaries of words nowhere; remove them",
+    ),
+    (".*Unable to determine if regex.*", "minLength is too large to be enforced with a pattern or a format; lower it"),
+    (".*[Rr]egex is empty.*", "no text has this length and form; change minLength, maxLength, pattern or format"),
+    (".*schema must be an object or boolean", "a schema must be an object, true or false; correct it"),
+    (".*are not disjoint", "some names match several keys of patternProperties; change these"),
+    (".*Resource '(.*)' is not present.*", r"$ref: \1 is another document, which is not read; add it to $defs"),
+    (".*Pointer '(.*)' does not exist", r"$ref: the schema has no part #\1; correct it"),
+    (".*JSON schema: Expected .* for '(.*)', got (.*)", r"\1 has the invalid value \2; correct it"),
+    (".*JSON schema: Invalid type: (.*)", r"type has the unknown value \1; correct it"),
+    (".*JSON schema: invalid multiple of", "multipleOf must be above 0; correct it"),
+    (".*JSON schema: Unsatisfiable schema: anyOf is empty", "enum or anyOf is empty; add a value"),
+    (".*JSON schema: (?:Unsatisfiable schema: )?(.*)", r"\1; correct it"),
+)
+"""llguidance's reasons, and our words for them."""
 
 
 def read_token_table(tokenizer: Any, *, width: int, markers: Set[int]) -> TokenTable:
@@ -188,21 +210,36 @@ class GrammarCompiler:
             call = re.fullmatch(r"call_(\d+)_arguments", parts[at]["name"]) if at is not None else None
             if at is not None and call is not None and tools is not None:
                 if not tools.forced and parts[at]["json_schema"] != ANY_OBJECT:
-                    parts[at]["json_schema"] = ANY_OBJECT
+                    parts[at]["json_schema"] = dict(ANY_OBJECT)
                     continue
                 what = f"the parameters of the tool {tools.tools[int(call[1])].name!r}"
                 param = f"tools.{call[1]}.function.parameters"
             schema, remedy = None if at is None else parts[at].get("json_schema"), ""
             if schema is not None:
-                # llguidance adds a place and lines of the grammar to which the schema was translated.
-                reason = re.sub(r"^at \d+\(\d+\): |\n +\d+ \| .*", "", reason, flags=re.DOTALL)
-                if names := unenforced(schema):
+                place, reason = await self._locate(schema, unforced, reason, left_s)
+                reason = f"{place}{shorten_reason(reason, has_place=False)}"
+                if (names := unenforced(schema)) and not reason.endswith("correct it"):
                     remedy = f'; leave out {", ".join(names)}, or send "strict": false'
-            message = f"{what} cannot be enforced: {shorten_reason(reason)}{remedy}"
+            else:
+                is_own = at is not None and not IS_CONVERTED.match(parts[at]["lark_grammar"])
+                reason = shorten_reason(reason, has_place=is_own)
+            message = f"{what} cannot be enforced: {reason}{remedy}"
             # Not cached if the process ended: the grammar may not have been the cause.
             if reason != TOO_LARGE:
                 _put(self._refused, grammar, InvalidRequestError(message, param=param))
             raise InvalidRequestError(message, param=param)
+
+    async def _locate(self, schema: Any, whole: str, reason: str, limit_s: float) -> tuple[str, str]:
+        """Return the place of the smallest part of a schema that cannot be enforced either, and its reason."""
+        places = [each for each in itertools.islice(subschemas(schema), LOCATED) if each[1] is not False]
+        shared = {key: schema[key] for key in DEFINITIONS if isinstance(schema, dict) and key in schema}
+        alone = [{**shared, **part} if isinstance(part, dict) else part for _, part in places]
+        grammars = [as_grammar({"name": "answer", "json_schema": part}) for part in alone]
+        own, at, _, _ = await self._find_problem([whole, *grammars], limit_s)
+        path, part = places[at] if at is not None else ((), schema)
+        if "regex parse error" in own:
+            path = (*path, "pattern" if "pattern" in part else "patternProperties")
+        return (f"{shown_path(path)}: ", own) if path else ("", reason)
 
     async def _find_problem(self, grammars: list[str], limit_s: float) -> tuple[str, int | None, bool, float]:
         """Check whether the first grammar can be enforced.
@@ -247,10 +284,21 @@ def _put(cache: OrderedDict[str, T], grammar: str, value: T) -> None:
         cache.popitem(last=False)
 
 
-def shorten_reason(reason: str) -> str:
-    """Shorten an error message of llguidance, and remove the part about its internal state."""
-    reason = reason.partition("<state>")[0].strip()
-    reason = STOP_REASONS.get(reason, reason)
+def shorten_reason(reason: str, *, has_place: bool = True) -> str:
+    """Shorten an error message of llguidance, and remove the parts about its internal state.
+
+    Args:
+        has_place: Whether the caller has written the grammar to whose lines the message refers.
+    """
+    reason = LINES.sub("", reason.partition("<state>")[0]).strip()
+    place = PLACE.match(reason)
+    reason = reason[place.end() :] if place is not None else reason
+    for pattern, words in REASONS:
+        if (found := re.fullmatch(pattern, reason, re.DOTALL)) is not None:
+            reason = found.expand(words)
+            break
+    if place is not None and has_place:
+        reason = f"line {place[1]}, character {place[2]}: {reason}"
     if len(reason) <= 1000:
         return reason
     # The beginning names the place and the end the error; the caller's own grammar is between them.

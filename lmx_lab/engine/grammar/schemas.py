@@ -6,12 +6,23 @@ Generators of schemas write keywords that restrict nothing, and some that no gra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from lmx_lab.engine.grammar.json_lark import ALL_KEYWORDS, COMBINING, LOWER, UPPER, UntranslatableError, are_disjoint
+from lmx_lab.engine.grammar.json_lark import (
+    ALL_KEYWORDS,
+    COMBINING,
+    LOWER,
+    UPPER,
+    UntranslatableError,
+    are_disjoint,
+    find,
+)
+from lmx_lab.errors import InvalidRequestError
 
-SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+DEFINITIONS = ("$defs", "definitions")
+SCHEMAS_BY_NAME = (*DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
 SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE_SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 COMBINING_KEYS = ("anyOf", "oneOf", "$ref", "$dynamicRef")
@@ -40,6 +51,14 @@ FORMATS: Mapping[str, str] = {
 OTHER_NAMES = {"iri": "uri", "uri-reference": "uri", "iri-reference": "uri", "idn-email": "email"}
 KNOWN_FORMATS = ("hostname", "ipv4", "ipv6", "uuid")
 """Formats that llguidance enforces. Those without an entry in ``FORMATS`` or ``INTEGERS`` are annotations."""
+SHORTEST: Mapping[str, int] = {
+    **{"date": 10, "time": 9, "date-time": 20, "duration": 3, "email": 6, "uri": 4},
+    **{"hostname": 1, "ipv4": 7, "ipv6": 2, "uuid": 36},
+}
+"""Smallest length of a text with each format."""
+LEAST_LENGTH = 16
+"""Largest ``minLength`` that is enforced beside a pattern or a format. With a larger one, llguidance often fails to
+find out whether any text is long enough."""
 PATTERN_LENGTH = 64
 """Largest length of a number or time with a pattern, or of a text with one of these formats and a pattern."""
 INTEGERS: Mapping[str, tuple[int, int]] = {
@@ -66,15 +85,25 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 UNENFORCEABLE = (
     *("uniqueItems", "contains", "minContains", "maxContains", "not", "if", "then", "else", "propertyNames"),
     *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties"),
+    *("$dynamicRef", "$recursiveRef"),
 )
 """Keywords that a grammar cannot enforce."""
+REFUSED_BY_LLGUIDANCE = (*SCHEMAS_BY_NAME, *SCHEMA_LISTS, "minLength", "pattern")
+"""Keywords that llguidance refuses if it cannot enforce their values."""
 UNENFORCEABLE_PATTERN = re.compile(r"\(\?(?:<?[=!]|[>#])|\\[1-9bBGhkKQERX]")
 """What a pattern cannot contain, such as look-around, boundaries of words and references to groups."""
 PATTERN_PART = re.compile(
-    r"\\c[A-Za-z]|\\[pPux]\{[^}]*\}|\\.|\[\^?(?:\\.|[^\]\\])*\]|\{,(?=[0-9]+\})|\{(?![0-9]+(?:,[0-9]*)?\})", re.DOTALL
+    r"\\c[A-Za-z]|\\[pPux]\{[^}]*\}|\\.|\.|\[\^?(?:\\.|[^\]\\])*\]|\{,(?=[0-9]+\})|\{(?![0-9]+(?:,[0-9]*)?\})",
+    re.DOTALL,
 )
 """Matches the parts of a pattern that mean something else, or nothing, in the regular expressions of llguidance."""
+CLASSES: Mapping[str, str] = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r" \t\n\r\f\x0b"}
+"""The characters of classes that match in JavaScript and in Python. A negated class excludes those of other scripts."""
+REPEATED_CLASS = re.compile(r"\^(\[\^?(?:\\.|[^\]\\\[])+\])([+*])\$")
+DOT_ALL = re.compile(r"\(\?[a-z]*s")
 SAME_PARTS: Mapping[str, str] = {
+    **{name: f"[{characters}]" for name, characters in CLASSES.items()},
+    ".": r"[^\n\r\u{2028}\u{2029}]",
     **{r"\A": "^", r"\Z": "$", r"\z": "$"},
     **{r"\<": "<", r"\>": ">", r"\0": r"\x00"},
     **{"{,": "{0,", "{": r"\{"},
@@ -101,17 +130,100 @@ def enforceable(schema: Any, *, strict: bool) -> Any:
     """Return the schema as it is enforced.
 
     Args:
-        strict: Whether to keep keywords that cannot be enforced, so that the schema is refused.
+        strict: Whether to refuse keywords that cannot be enforced.
+
+    Raises:
+        InvalidRequestError: such a keyword is refused, or no answer could end.
     """
-    normal = _rewrite(schema, _normalize)
+    normal = _normal(schema)
+    if (endless := _endless(normal)) is not None:
+        raise InvalidRequestError(
+            f"{shown_path(endless)} requires a value like itself, so no answer ends; make it optional, or allow null"
+        )
+    # llguidance enforces the other keywords in many cases, and refuses them otherwise.
+    if strict and (names := [name for name in unenforced(normal) if name not in REFUSED_BY_LLGUIDANCE]):
+        places = {key: path for path, part in subschemas(normal) if isinstance(part, dict) for key in part}
+        shown = ", ".join(shown_path((*places.get(name, ()), name)) for name in names)
+        raise InvalidRequestError(f'{shown} cannot be enforced; leave out {", ".join(names)}, or send "strict": false')
     return close_objects(normal if strict else _rewrite(normal, lambda part: _relax(part, normal, [])))
 
 
 def unenforced(schema: Any) -> list[str]:
     """Return the keywords that are left out of a schema that need not be enforced as a whole."""
-    normal, names = _rewrite(schema, _normalize), list[str]()
+    normal, names = _normal(schema), list[str]()
     _rewrite(normal, lambda part: _relax(part, normal, names))
     return list(dict.fromkeys(names))
+
+
+def _normal(schema: Any) -> Any:
+    """Return a schema without keywords that restrict nothing. References by an anchor become paths."""
+    anchors: dict[str, list[str]] = {}
+    for path, part in subschemas(schema):
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(part, dict) and isinstance(name := part.get(key), str):
+                steps = ["#", *(step.replace("~", "~0").replace("/", "~1") for step in path)]
+                anchors.setdefault(f"#{name}", []).append("/".join(steps))
+
+    def change(part: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(part)
+        for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+            given = kept.get(key)
+            places = ["#"] if given == "#" else anchors.get(given, []) if isinstance(given, str) else []
+            # Without schemas from elsewhere, a dynamic reference to the only anchor of its name is an ordinary one.
+            if len(places) == 1 and (key == "$ref" or "$ref" not in kept):
+                del kept[key]
+                kept["$ref"] = places[0]
+        return _normalize(kept)
+
+    return _rewrite(schema, change)
+
+
+def _endless(schema: Any) -> tuple[str, ...] | None:
+    """Return the path of a schema whose values would contain each other without an end; None if there is none.
+
+    A definition that is not used may be one.
+    """
+    places = list(subschemas(schema))
+    known, ending = {id(part) for _, part in places}, set[int]()
+
+    def ends(part: Any) -> bool:
+        return not isinstance(part, dict) or id(part) in ending or id(part) not in known
+
+    def can_end(part: dict[str, Any]) -> bool:
+        try:
+            needed = [find(part["$ref"], schema)] if "$ref" in part else []
+        except UntranslatableError:
+            needed = []
+        needed += part["allOf"] if isinstance(part.get("allOf"), list) else []
+        options = [part[key] for key in ("anyOf", "oneOf") if isinstance(part.get(key), list) and part[key]]
+        types = part.get("type", "object" if "properties" in part else "array")
+        named, required = part.get("properties"), part.get("required")
+        if types in ("object", ["object"]) and isinstance(named, dict) and isinstance(required, list):
+            needed += [named[name] for name in required if isinstance(name, str) and name in named]
+        first, least = part.get("prefixItems", []), part.get("minItems", 0)
+        if types in ("array", ["array"]) and isinstance(first, list) and isinstance(least, int):
+            needed += first[:least] if least <= len(first) else [*first, part.get("items")]
+        is_known = "const" in part or "enum" in part
+        return is_known or (all(map(ends, needed)) and all(any(map(ends, each)) for each in options))
+
+    left, found, steps = [(path, part) for path, part in places if isinstance(part, dict)], True, 200_000
+    while found:
+        steps -= len(left)
+        if steps < 0:
+            return None
+        found = False
+        for _, part in left:
+            if can_end(part):
+                ending.add(id(part))
+                found = True
+        left = [(path, part) for path, part in left if id(part) not in ending]
+    is_used = any(not path or path[0] not in DEFINITIONS for path, _ in left)
+    return left[0][0] if is_used else None
+
+
+def shown_path(path: Sequence[str]) -> str:
+    """Return the path of a part of a schema for a message."""
+    return ".".join(path)[:200] if path else "the schema"
 
 
 def close_objects(schema: Any) -> Any:
@@ -122,8 +234,9 @@ def close_objects(schema: Any) -> Any:
     unchanged, because closed parts could exclude each other.
     """
     is_combined = any(
-        "allOf" in part or ("properties" in part and any(key in part for key in COMBINING_KEYS))
-        for part in _subschemas(schema)
+        isinstance(part, dict)
+        and ("allOf" in part or ("properties" in part and any(key in part for key in COMBINING_KEYS)))
+        for _, part in subschemas(schema)
     )
     if is_combined:
         return schema
@@ -170,7 +283,7 @@ def _normalize(schema: dict[str, Any]) -> dict[str, Any]:
         if kept.get(key) is False and not COMBINING & kept.keys():
             kept.setdefault(closing, kept.pop(key))
     if isinstance(named := kept.get("patternProperties"), dict):
-        kept["patternProperties"] = {_portable(pattern): value for pattern, value in named.items()}
+        kept["patternProperties"] = {portable(pattern): value for pattern, value in named.items()}
     if not isinstance(kept.get("format", ""), str):
         del kept["format"]
     return _normalize_text(_normalize_bounds(_named_properties(kept)))
@@ -222,12 +335,20 @@ def _normalize_text(schema: dict[str, Any]) -> dict[str, Any]:
     if name and (name not in KNOWN_FORMATS or pattern is not None):
         del kept["format"]
     if isinstance(pattern, str) and (name in FORMATS or NUMERIC.fullmatch(pattern) or pattern in REPLACEMENTS):
-        kept.setdefault("maxLength", PATTERN_LENGTH)
-        kept["pattern"] = f"^{REPLACEMENTS[pattern]}$" if pattern in REPLACEMENTS else _portable(pattern)
+        kept.setdefault("maxLength", max(PATTERN_LENGTH, schema.get("minLength", 0)))
+        kept["pattern"] = f"^{REPLACEMENTS[pattern]}$" if pattern in REPLACEMENTS else portable(pattern)
     elif isinstance(pattern, str):
-        kept["pattern"] = _portable(pattern)
+        kept["pattern"] = portable(pattern)
     elif name in FORMATS and pattern is None:
         kept["pattern"] = f"^{FORMATS[name]}$"
+    least, most = kept.get("minLength"), kept.get("maxLength")
+    if pattern is None and isinstance(least, int) and 0 <= least <= SHORTEST.get(name, 0):
+        del kept["minLength"]
+    repeated = REPEATED_CLASS.fullmatch(kept["pattern"]) if isinstance(pattern, str) else None
+    if repeated is not None and isinstance(least, int) and (most is None or isinstance(most, int)):
+        low = max(least, 1 if repeated[2] == "+" else 0)
+        kept = {key: value for key, value in kept.items() if key not in ("minLength", "maxLength")}
+        kept["pattern"] = f"^{repeated[1]}{{{low},{'' if most is None else most}}}$"
     types = kept.get("type")
     if name in INTEGERS and (types == "integer" or (isinstance(types, list) and "integer" in types)):
         low, high = INTEGERS[name]
@@ -236,19 +357,28 @@ def _normalize_text(schema: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _portable(pattern: str) -> str:
-    """Return a pattern of JavaScript or Python as one of llguidance with the same meaning."""
+def portable(pattern: str) -> str:
+    """Return a pattern of JavaScript or Python as one of llguidance. The texts that it matches also match in both."""
+    dot_all = DOT_ALL.search(pattern) is not None
 
-    def portable(found: re.Match[str]) -> str:
+    def in_class(found: re.Match[str], *, negated: bool) -> str:
+        part, dash = found[0][:2], found[0][2:]
+        characters = part if negated or part not in CLASSES else f"[{CLASSES[part]}]"
+        # In llguidance, a class may contain classes, and the operators && and ~~ of sets.
+        return f"\\{part}" if part in "[&~" else characters + (f"\\{dash}" if dash else "")
+
+    def change(found: re.Match[str]) -> str:
         part = found[0]
         if part[0] == "[" and not part.startswith(("[:", "[^:"), 1):
-            # In llguidance, a class may contain classes, and the operators && and ~~ of sets.
-            return part[0] + re.sub(r"\\.|[\[&~]", lambda it: it[0] if len(it[0]) > 1 else f"\\{it[0]}", part[1:])
+            inner = partial(in_class, negated=part.startswith("[^"))
+            return part[0] + re.sub(r"\\[dwsDWS]-(?!\])|\\.|[\[&~]", inner, part[1:], flags=re.DOTALL)
+        if part == "." and dot_all:
+            return part
         if part[:2] == r"\c" and len(part) == 3:
             return rf"\x{ord(part[2]) % 32:02x}"
         return SAME_PARTS.get(part, part)
 
-    return PATTERN_PART.sub(portable, pattern)
+    return PATTERN_PART.sub(change, pattern)
 
 
 def _relax(schema: dict[str, Any], root: Any, names: list[str]) -> dict[str, Any]:
@@ -263,14 +393,48 @@ def _relax(schema: dict[str, Any], root: Any, names: list[str]) -> dict[str, Any
     if isinstance(options := kept.get("oneOf"), list) and "anyOf" not in kept and not _is_choice(options, root):
         removed.append("oneOf")
         kept["anyOf"] = kept.pop("oneOf")
+    if ("pattern" in kept or kept.get("format") in KNOWN_FORMATS) and _is_above(kept.get("minLength"), LEAST_LENGTH):
+        removed.append("minLength")
+        kept["minLength"] = LEAST_LENGTH
+    for key in (*SCHEMAS_BY_NAME, *SCHEMA_LISTS):
+        parts = kept.get(key)
+        if isinstance(parts, dict) and None in parts.values():
+            kept[key] = {name: True if part is None else part for name, part in parts.items()}
+            removed.append(key)
+        elif isinstance(parts, list) and None in parts:
+            kept[key] = [True if part is None else part for part in parts]
+            removed.append(key)
     named, required = kept.get("properties"), kept.get("required", [])
+    patterns = kept.get("patternProperties")
+    if isinstance(patterns, dict) and _overlap([*patterns]):
+        removed.append("patternProperties")
+        kept["patternProperties"] = {"|".join(f"(?:{each})" for each in patterns): {"anyOf": [*patterns.values()]}}
     if isinstance(named, dict) and any(name not in required for name in named):
         for key in ("minProperties", "maxProperties"):
             if key in kept:
                 removed.append(key)
                 del kept[key]
+    elif _is_above(kept.get("minProperties"), 1) and (kept.get("additionalProperties") is not False or patterns):
+        # Names that are not listed can be repeated.
+        removed.append("minProperties")
     names.extend(removed)
     return kept
+
+
+def _is_above(value: Any, limit: int) -> bool:
+    return isinstance(value, int | float) and value > limit
+
+
+def _overlap(patterns: Sequence[str]) -> bool:
+    """Whether some name obviously matches several patterns. llguidance refuses the rest of those that overlap."""
+    if len(patterns) < 2:
+        return False
+    beginnings = [each[1:] for each in patterns if re.fullmatch(r"\^[A-Za-z0-9_-]*", each)]
+    return any(
+        not each.startswith("^") or re.fullmatch(r"\^(\.|\[\^\\n[^]]*\])[*+]\$?", each) for each in patterns
+    ) or any(
+        other[1:].startswith(beginning) for beginning in beginnings for other in patterns if other[1:] != beginning
+    )
 
 
 def _is_choice(options: list[Any], root: Any) -> bool:
@@ -288,18 +452,17 @@ def _can_be_closed(schema: dict[str, Any]) -> bool:
     return isinstance(required, list) and all(isinstance(name, str) and name in named for name in required)
 
 
-def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Iterate over the schema and all schemas in it."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, dict):
-            continue
-        yield part
-        for key, value in part.items():
-            if key in SCHEMAS_BY_NAME and isinstance(value, dict):
-                waiting.extend(value.values())
-            elif key in SCHEMA_LISTS and isinstance(value, list):
-                waiting.extend(value)
-            elif key in SINGLE_SCHEMAS:
-                waiting.append(value)
+def subschemas(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Iterate over the schemas in a schema, and the schema itself at the end, with their paths."""
+    if isinstance(schema, dict):
+        for key in (*SCHEMAS_BY_NAME, *SCHEMA_LISTS, *SINGLE_SCHEMAS):
+            given = schema.get(key)
+            if key in SCHEMAS_BY_NAME and isinstance(given, dict):
+                for name, part in given.items():
+                    yield from subschemas(part, (*path, key, name))
+            elif isinstance(given, list) and key in (*SCHEMA_LISTS, "items"):
+                for at, part in enumerate(given):
+                    yield from subschemas(part, (*path, key, str(at)))
+            elif key in SINGLE_SCHEMAS and given is not None:
+                yield from subschemas(given, (*path, key))
+    yield path, schema

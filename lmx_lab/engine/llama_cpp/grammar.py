@@ -19,8 +19,8 @@ from typing import Any
 from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar import json_lark
-from lmx_lab.engine.grammar.build import NO_FORCING
-from lmx_lab.engine.grammar.compile import ANY_OBJECT, GrammarCompiler
+from lmx_lab.engine.grammar.build import ANY_OBJECT, NO_FORCING
+from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.completion import TRIAL_SLOT
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
@@ -95,7 +95,7 @@ class GrammarChecker:
                         param=param,
                     )
                 # The model need not call this tool, so the request is not refused, and the arguments are not enforced.
-                part["json_schema"] = ANY_OBJECT
+                part["json_schema"] = dict(ANY_OBJECT)
         lark = to_lark(json.dumps(whole, ensure_ascii=False))
         check_whole(lark)
         self._checked[key] = lark
