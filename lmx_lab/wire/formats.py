@@ -179,7 +179,8 @@ class RegexFormat(RequestModel):
 
     type: Literal["regex"]
     regex: Pattern
-    r"""The expression, in the syntax that JavaScript and Python share. ``\d``, ``\w`` and ``\s`` match ASCII characters."""
+    r"""The expression, in the syntax that JavaScript and Python share. ``\d``, ``\w`` and ``\s`` match ASCII
+    characters."""
 
 
 class GrammarFormat(RequestModel):
