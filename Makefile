@@ -28,6 +28,8 @@ CLUSTER := build/cluster
 CLUSTER_STAMP := $(CLUSTER)/installed
 CLIENTS := build/clients
 CLIENTS_STAMP := $(CLIENTS)/installed
+OPENAI3 := build/openai3
+OPENAI3_STAMP := $(OPENAI3)/installed
 AIDER := build/aider
 AIDER_STAMP := $(AIDER)/installed
 HARNESSES := build/harnesses
@@ -130,8 +132,8 @@ gallery: setup
 	$(BIN)/python tools/gallery.py build/gallery
 
 # RECORD=folder stores the requests of the clients, as the files in tests/client_requests.
-clients: setup $(CLIENTS_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
-	RECORD=$(RECORD) $(BIN)/python -m tests.other_clients.try_clients $(CLIENTS) $(AIDER) $$(test -f $(AGENTS_STAMP) && echo $(AGENTS))
+clients: setup $(CLIENTS_STAMP) $(OPENAI3_STAMP) $(AIDER_STAMP) $(AGENTS_STAMP)
+	RECORD=$(RECORD) $(BIN)/python -m tests.other_clients.try_clients build
 	@if [ -f $(AGENTS_STAMP) ]; then $(BIN)/python -m tests.other_clients.try_agents $(AGENTS); \
 	  else echo "Claude Code, Codex CLI, opencode and the AI SDK are not run, because npm is not installed"; fi
 
@@ -139,8 +141,15 @@ $(CLIENTS_STAMP): $(CONSTRAINTS)/clients.txt
 	@$(CLIENTS)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(CLIENTS)
 	$(PIP_ENV) $(CLIENTS)/bin/python -m pip install --quiet --only-binary :all: -c $(CONSTRAINTS)/clients.txt \
 	  anthropic ollama langchain-openai langchain-anthropic langchain-ollama langchain-tests llama-index-llms-openai-like \
-	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor smolagents
+	  llama-index-embeddings-openai-like dspy 'pydantic-ai-slim[openai]' llm litellm instructor smolagents haystack-ai
 	touch $(CLIENTS_STAMP)
+
+# Two packages of semantic-kernel have no wheels.
+$(OPENAI3_STAMP): $(CONSTRAINTS)/openai3.txt
+	@$(OPENAI3)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(OPENAI3)
+	$(PIP_ENV) $(OPENAI3)/bin/python -m pip install --quiet --only-binary :all: --no-binary pybars4,PyMeta3 \
+	  -c $(CONSTRAINTS)/openai3.txt openai-agents semantic-kernel
+	touch $(OPENAI3_STAMP)
 
 # aider requires older versions of packages that the other clients use.
 $(AIDER_STAMP): $(CONSTRAINTS)/aider.txt

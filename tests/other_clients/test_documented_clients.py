@@ -178,6 +178,7 @@ def test_the_table_has_the_versions_that_are_tested():
     packages = {
         "clients": r"[\w.-]+",
         "all": "openai",
+        "openai3": "openai-agents|semantic-kernel",
         "aider": "aider-chat",
         "harnesses": "lm-eval|inspect-ai|llama-benchy",
     }

@@ -1,10 +1,10 @@
 """Run the code of ``docs/clients.md`` for clients that have an environment of their own: ``make clients``.
 
-``python -m tests.other_clients.try_clients ENVIRONMENT AIDER [NPM]`` starts a server with the starter models, runs each
-section's code with the Python of its environment, and prints the output. ``NPM`` is a folder with the packages of the
-AI SDK, which is not run without it. Then LangChain's own tests of tool calling run against the same server. The exit
-status is 1 if a section does not print what is expected, or a test fails. With the environment variable ``RECORD``, the
-requests of the clients are stored in this folder.
+``python -m tests.other_clients.try_clients FOLDER`` starts a server with the starter models, runs each section's code
+with the Python of its environment in ``FOLDER``, and prints the output. The AI SDK is run if ``FOLDER/agents`` has its
+packages. Then LangChain's own tests of tool calling run against the same server. The exit status is 1 if a section does
+not print what is expected, or a test fails. With the environment variable ``RECORD``, the requests of the clients are
+stored in this folder.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ from tests.other_clients.request_recorder import recording
 from tests.support.commands import Serving, serving
 from tests.support.docs import ROOT
 
-EXPECTED: Mapping[str, tuple[str, Sequence[str]]] = {
-    "anthropic-python": ("anthropic", ("Paris", "end_turn", "tokens")),
-    "ollama-python": ("ollama", ("Paris", " stop", "name='", "4 tokens", "2 vectors", "smollm2-135m:latest")),
+EXPECTED: Mapping[str, tuple[str, str, Sequence[str]]] = {
+    "anthropic-python": ("clients", "anthropic", ("Paris", "end_turn", "tokens")),
+    "ollama-python": (
+        "clients",
+        "ollama",
+        ("Paris", " stop", "name='", "4 tokens", "2 vectors", "smollm2-135m:latest"),
+    ),
     "LangChain": (
+        "clients",
         "langchain-openai",
         ("Paris", "name='", "City ['inhabitants', 'name']", "384 numbers", "from ChatAnthropic", "from ChatOllama"),
     ),
-    "LlamaIndex": ("llama-index-llms-openai-like", ("Paris", "name='", "384 numbers")),
-    "DSPy": ("dspy", ("Paris", "city=")),
-    "pydantic-ai": ("pydantic-ai-slim", ("Paris", "City(name='")),
-    "llm": ("llm", ("Paris", '"inhabitants"')),
+    "LlamaIndex": ("clients", "llama-index-llms-openai-like", ("Paris", "name='", "384 numbers")),
+    "DSPy": ("clients", "dspy", ("Paris", "city=")),
+    "pydantic-ai": ("clients", "pydantic-ai-slim", ("Paris", "City(name='")),
+    "llm": ("clients", "llm", ("Paris", '"inhabitants"')),
     "LiteLLM": (
+        "clients",
         "litellm",
         (
             "Paris",
@@ -45,31 +51,37 @@ EXPECTED: Mapping[str, tuple[str, Sequence[str]]] = {
             "infinity Sea water is salty.",
         ),
     ),
-    "smolagents": ("smolagents", ("Paris", "City(name='", "['population', 'population']")),
-    "instructor": ("instructor", ("JSON_SCHEMA City(name='", "TOOLS City(name='")),
+    "smolagents": ("clients", "smolagents", ("Paris", "City(name='", "['population', 'population']")),
+    "instructor": ("clients", "instructor", ("JSON_SCHEMA City(name='", "TOOLS City(name='")),
+    "Haystack": ("clients", "haystack-ai", ("City(name='", "[('population', '2,100,000')]", "384 numbers")),
+    "OpenAI Agents SDK": (
+        "openai3",
+        "openai-agents",
+        ("tool_call_item tool_call_output_item message_output_item", "City(name='"),
+    ),
+    "Semantic Kernel": ("openai3", "semantic-kernel", ("City(name='", "called with", "answer:", "2 vectors of 384")),
 }
-"""The package of each section's client, and texts that the output must contain."""
+"""The environment of each section, the package of its client, and texts that the output must contain."""
 SCRIPTED = "The sum is wrong.\n\nadd.py\n```\ndef add(a, b):\n    return a + b\n```\n"
 """The answer of the echo engine to aider, which needs a better model than the starter."""
 LANGCHAIN_TESTS = Path(__file__).with_name("langchain_tool_calling.py")
 
 
-def main(environment: Path, aider: Path, npm: Path | None = None) -> int:
+def main(folder: Path) -> int:
     home = Path(os.environ.get("LMX_LAB_TEST_HOME", ROOT / ".cache" / "test-home")).absolute()
-    failed = 0
+    failed, has_npm = 0, (folder / "agents" / "installed").exists()
     with serving(home, *serve_arguments(None), "--port", "0") as server:
-        for title, (package, texts) in EXPECTED.items():
-            failed += not _try_section(title, package, texts, server, environment.absolute() / "bin")
-        failed += not _run_langchain_tests(server, environment.absolute() / "bin")
-        failed += npm is not None and not _try_ai_sdk(server, npm)
-    with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
-        script = Path(folder) / "script.jsonl"
+        for title, (environment, package, texts) in EXPECTED.items():
+            failed += not _try_section(title, package, texts, server, folder / environment / "bin")
+        failed += not _run_langchain_tests(server, folder / "clients" / "bin")
+        failed += has_npm and not _try_ai_sdk(server, folder / "agents")
+    with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as place:
+        script = Path(place) / "script.jsonl"
         script.write_text(json.dumps(SCRIPTED))
         before = ("env", f"LMX_LAB_ECHO_SCRIPT={script}")
-        with serving(Path(folder), "--model", "echo", "--port", "0", before=before) as server:
-            programs = aider.absolute() / "bin"
-            failed += not _try_section("aider", "aider-chat", ("return a + b",), server, programs)
-    count = len(EXPECTED) + 2 + (npm is not None)
+        with serving(Path(place), "--model", "echo", "--port", "0", before=before) as server:
+            failed += not _try_section("aider", "aider-chat", ("return a + b",), server, folder / "aider" / "bin")
+    count = len(EXPECTED) + 2 + has_npm
     print(f"{count - failed} of {count} clients work as docs/clients.md shows")
     return int(failed > 0)
 
@@ -97,7 +109,7 @@ def _try_section(title: str, package: str, texts: Sequence[str], server: Serving
 
 def _try_ai_sdk(server: Serving, npm: Path) -> bool:
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
-        (Path(folder) / "node_modules").symlink_to(npm.absolute() / "node_modules")
+        (Path(folder) / "node_modules").symlink_to(npm / "node_modules")
         try:
             output = run_section("AI SDK", {"127.0.0.1:8400": f"127.0.0.1:{server.port}"}, Path(folder))
             works = all(text in output for text in ("Paris", "parsed [ 'name', 'inhabitants' ]", "2 steps, 2,100,000"))
@@ -119,4 +131,4 @@ def _run_langchain_tests(server: Serving, programs: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    sys.exit(main(Path(sys.argv[1]).absolute()))
