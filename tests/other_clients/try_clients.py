@@ -2,9 +2,10 @@
 
 ``python -m tests.other_clients.try_clients FOLDER`` starts a server with the starter models, runs each section's code
 with the Python of its environment in ``FOLDER``, and prints the output. The AI SDK is run if ``FOLDER/agents`` has its
-packages. Then LangChain's own tests of tool calling run against the same server. The exit status is 1 if a section does
-not print what is expected, or a test fails. With the environment variable ``RECORD``, the requests of the clients are
-stored in this folder.
+packages. LangChain's own tests of a chat model run against the same server if they depend on the model. The others run
+on the echo engine, as do aider and the tool loops of LiteLLM, whose answers are scripted. The exit status is 1 if a
+section does not print what is expected, or a test fails. With the environment variable ``RECORD``, the requests of the
+clients are stored in this folder.
 """
 
 from __future__ import annotations
@@ -62,9 +63,23 @@ EXPECTED: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "Semantic Kernel": ("openai3", "semantic-kernel", ("City(name='", "called with", "answer:", "2 vectors of 384")),
 }
 """The environment of each section, the package of its client, and texts that the output must contain."""
-SCRIPTED = "The sum is wrong.\n\nadd.py\n```\ndef add(a, b):\n    return a + b\n```\n"
-"""The answer of the echo engine to aider, which needs a better model than the starter."""
-LANGCHAIN_TESTS = Path(__file__).with_name("langchain_tool_calling.py")
+AIDER_ANSWER = "The sum is wrong.\n\nadd.py\n```\ndef add(a, b):\n    return a + b\n```\n"
+"""Answer to aider, which needs a better model than the starter."""
+JOKE = '{"setup": "Where do cats sit?", "punchline": "On the mat."}'
+CITY = {"name": "population", "arguments": {"city": "Paris"}}
+LARGE = "2,100,000 people."
+SCRIPT = (
+    AIDER_ANSWER,
+    *({"tool_calls": [CITY]}, LARGE) * 2,
+    # The provider ``ollama`` describes the tools in its prompt, and always requires JSON.
+    *(json.dumps(CITY), json.dumps({"answer": LARGE})) * 2,
+    *[JOKE] * 4,
+    *({"tool_calls": [{"name": "get_weather", "arguments": {"location": "San Francisco"}}]}, "It is sunny.") * 2,
+)
+"""Answers of the echo engine to aider, to the tool loops of LiteLLM, and to the scripted tests of LangChain."""
+LANGCHAIN_ON_STARTER = "test_tool or test_bind or test_unicode"
+LANGCHAIN_SCRIPTED = "test_json_mode or test_agent_loop"
+HERE = Path(__file__).parent
 
 
 def main(folder: Path) -> int:
@@ -73,15 +88,20 @@ def main(folder: Path) -> int:
     with serving(home, *serve_arguments(None), "--port", "0") as server:
         for title, (environment, package, texts) in EXPECTED.items():
             failed += not _try_section(title, package, texts, server, folder / environment / "bin")
-        failed += not _run_langchain_tests(server, folder / "clients" / "bin")
+        failed += not _run_langchain_tests(LANGCHAIN_ON_STARTER, server, folder / "clients" / "bin")
         failed += has_npm and not _try_ai_sdk(server, folder / "agents")
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as place:
         script = Path(place) / "script.jsonl"
-        script.write_text(json.dumps(SCRIPTED))
+        script.write_text(json.dumps(SCRIPT))
         before = ("env", f"LMX_LAB_ECHO_SCRIPT={script}")
         with serving(Path(place), "--model", "echo", "--port", "0", before=before) as server:
             failed += not _try_section("aider", "aider-chat", ("return a + b",), server, folder / "aider" / "bin")
-    count = len(EXPECTED) + 2 + has_npm
+            programs = folder / "clients" / "bin"
+            failed += not _run_litellm_tool_loop(server, programs)
+            failed += not _run_langchain_tests(LANGCHAIN_SCRIPTED, server, programs)
+            rest = f"not ({LANGCHAIN_ON_STARTER} or {LANGCHAIN_SCRIPTED})"
+            failed += not _run_langchain_tests(rest, server, programs)
+    count = len(EXPECTED) + 5 + has_npm
     print(f"{count - failed} of {count} clients work as docs/clients.md shows")
     return int(failed > 0)
 
@@ -119,12 +139,22 @@ def _try_ai_sdk(server: Serving, npm: Path) -> bool:
     return works
 
 
-def _run_langchain_tests(server: Serving, programs: Path) -> bool:
-    print("\n--- langchain-tests, tool calling", flush=True)
+def _run_litellm_tool_loop(server: Serving, programs: Path) -> bool:
+    print("\n--- LiteLLM, tool loops of ollama and ollama_chat", flush=True)
+    environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}"}
+    command = [programs / "python", HERE / "litellm_tool_loop.py"]
+    output = subprocess.run(command, env=environ, check=False, stdout=subprocess.PIPE, text=True).stdout
+    print(output)
+    return output.count('population {"city": "Paris"}') == output.count(LARGE) == 4
+
+
+def _run_langchain_tests(selected: str, server: Serving, programs: Path) -> bool:
+    print(f"\n--- langchain-tests: {selected}", flush=True)
     with tempfile.TemporaryDirectory(prefix="lmx-lab-clients-") as folder:
         # A copy, because pytest would import the fixtures of this project, which is not installed there.
-        tests = shutil.copy(LANGCHAIN_TESTS, Path(folder) / "test_lab.py")
-        options = ["-q", "-o", "asyncio_mode=auto", "-k", "test_tool or test_bind"]
+        tests = shutil.copy(HERE / "langchain_chat_model.py", Path(folder) / "test_lab.py")
+        # One event loop, because LangChain keeps the connections of a client for all tests.
+        options = ["-q", "-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session", "-k", selected]
         command = [programs / "python", "-m", "pytest", *options, tests]
         environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}/v1"}
         return subprocess.run(command, cwd=folder, env=environ, check=False).returncode == 0
