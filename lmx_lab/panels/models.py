@@ -439,10 +439,8 @@ class ModelsPanel(Panel):
         if not self.serves or sample is None or sample.memory_pressure is None:
             return ""
         freed_bytes = round(sample.memory_freed_gb * 1e9)
-        freed = (
-            f"{format_bytes(freed_bytes)} of models and caches were freed" if freed_bytes else "Nothing was freed yet"
-        )
-        return f"Memory is short: {sample.memory_pressure}. {freed}, and further requests may have to wait."
+        freed = f"{format_bytes(freed_bytes)} of models and caches were" if freed_bytes else "Nothing was"
+        return f"Memory is short: {sample.memory_pressure}. {freed} freed, and further requests may have to wait."
 
     def _engines(self) -> str:
         problems = dict.fromkeys(record.problem for record in self._records if record.problem)
