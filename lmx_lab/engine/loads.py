@@ -180,6 +180,11 @@ class Change(Generic[Result]):
         return self.spec is not None and self.spec.pin is True and not is_chat
 
     @property
+    def is_automatic(self) -> bool:
+        """Whether it unloads a model without requests that was idle, or for which memory was short."""
+        return self.cause in ("idle", "memory")
+
+    @property
     def state(self) -> ModelChange:
         """May be read on any thread."""
         return ModelChange(kind=self.kind, model=self.model, stage=self.stage, since=self.since)

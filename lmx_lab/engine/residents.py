@@ -722,7 +722,7 @@ class Residents:
                     unloaded = self.now.unloaded
                     self.now = replace(self.now, unloaded=unloaded and (unloaded[0], "requested"), failure=None)
                 return 0
-            if change.cause != "requested":
+            if change.is_automatic:
                 idle_s = model.ttl_s if change.cause == "idle" else 0.0
                 if idle_s is None or (model.pinned and not is_beside(model)) or self.swaps.has_turn:
                     return 0
@@ -733,9 +733,10 @@ class Residents:
                     return 0
                 message = f"idle for {idle_s:g} s" if change.cause == "idle" else "memory is short"
                 log.info("%s is unloaded: %s", name, message)
-            freed = await self._unload_after_drain(model, why, change)
+            if (freed := await self._unload_after_drain(model, why, change)) is None:
+                return 0
         self._report(ModelEvent(model=name, stage="unloaded", message=message))
-        return freed or 0
+        return freed
 
     async def _unload_after_drain(
         self,
@@ -771,8 +772,9 @@ class Residents:
                 change.stage, stays = "draining", True
                 try:
                     await change.run(drain.run())
-                    replaces_itself = change.entry is not None and is_same(model.entry, change.entry)
-                    stays = model.pinned and not replaces_itself and change.spec is not None
+                    loaded = change.entry if change.spec is not None else None
+                    makes_room = loaded is not None and not is_same(model.entry, loaded)
+                    stays = model.pinned and (makes_room or change.is_automatic)
                 finally:
                     if stays:
                         model.admission.reopen()
@@ -823,7 +825,7 @@ class Residents:
             ModelBusyError: one is in progress.
         """
         change, remedy = self.change, "try again when that is done"
-        if change is None or change.cause in ("idle", "memory"):
+        if change is None or change.is_automatic:
             return
         doing = f"{change.model} is being loaded" if change.kind == "load" else "the model is being unloaded"
         if change.drain is not None and change.stage == "draining":

@@ -170,7 +170,9 @@ async def _load_or_unload(manager: ModelManager, body: OllamaGenerationBody, req
     elif not body.unloads and resident is None:
         # Treated like a caller on another machine, so that the name can be neither a path nor a model to download.
         try:
-            await manager.load(LoadSpec(model=name or ANY_MODEL, ttl_s=body.ttl_s), local=False)
+            await while_connected(
+                request, manager.load(LoadSpec(model=name or ANY_MODEL, ttl_s=body.ttl_s), local=False)
+            )
         except ModelNotFoundError:
             # With this setting, the loaded model answers requests for unknown models.
             if not manager.settings.any_model or manager.model_for(None, CHAT) is None:

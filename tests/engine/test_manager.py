@@ -363,6 +363,26 @@ async def test_while_an_idle_model_is_being_unloaded_other_changes_wait(work, mo
             assert result > 0
 
 
+async def test_a_model_that_is_pinned_while_it_is_about_to_be_unloaded_stays(monkeypatch):
+    async with running() as lab:
+        await lab.manager.load(LoadSpec(model="one"))
+        ending, resume, end = threading.Event(), threading.Event(), EchoLoaded.end
+
+        async def slow_end(model, error, **options):
+            ending.set()
+            await asyncio.to_thread(resume.wait, WAIT_S)
+            await end(model, error, **options)
+
+        monkeypatch.setattr(EchoLoaded, "end", slow_end)
+        await lab.manager.keep("one", ttl_s=0)
+        await asyncio.to_thread(ending.wait, WAIT_S)
+        assert (await lab.manager.keep("one", pin=True)).pinned
+        resume.set()
+        await auntil(lambda: lab.manager.snapshot.change is None)
+        assert await answer(lab) == "one"
+        assert ("one", "unloaded") not in lab.stages
+
+
 async def test_each_request_starts_the_idle_time_again():
     async with running(replace(SETTINGS, idle_unload_s=600)) as lab:
         await lab.manager.load(LoadSpec(model="one"))
