@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from fastapi import Request, Response
 
@@ -30,6 +31,8 @@ from lmx_lab.wire.errors import ErrorDetail
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Part = tuple[Answer, Delta | GenerationReport | None]
+"""A part of an answer: None at its beginning, its deltas, and its report."""
 Describe = Callable[[LabError], ErrorDetail]
 """Returns the form of an error that the caller may see."""
 IGNORED_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
@@ -218,13 +221,21 @@ class Choices:
 
     async def texts(self, writer: StreamWriter, describe: Describe) -> AsyncGenerator[str, None]:
         """Yield the output of the writer while the answers are generated. An exception ends it with an error."""
-        reports: dict[int, list[GenerationReport]] = {}
-        prompts = range(len(self._prompts))
+        reports: dict[int, GenerationReport] = {}
         try:
-            async with aclosing(merge([self._prompt_texts(number, writer, reports) for number in prompts])) as texts:
-                async for text in texts:
-                    yield text
-            for text in writer.finish([reports[number] for number in prompts]):
+            async with aclosing(self._parts()) as parts:
+                async for answer, part in parts:
+                    index = answer.index
+                    if isinstance(part, Delta):
+                        texts = writer.delta(index, part)
+                    elif part is None:
+                        texts = writer.begin(index, len(answer.prompt))
+                    else:
+                        reports[index] = part
+                        texts = writer.end(index, part)
+                    for text in texts:
+                        yield text
+            for text in writer.finish(self._by_prompt(reports)):
                 yield text
         except Exception as exc:
             error = self._logged(exc)
@@ -239,11 +250,25 @@ class Choices:
         Raises:
             LabError: an answer failed.
         """
+        deltas: dict[int, list[Delta]] = defaultdict(list)
+        ends: dict[int, tuple[Delta, GenerationReport]] = {}
         try:
-            parts = await gather(self._answer(number) for number in range(len(self._prompts)))
+            async with aclosing(self._parts()) as parts:
+                async for answer, part in parts:
+                    if isinstance(part, Delta):
+                        deltas[answer.index].append(part)
+                    elif part is not None:
+                        ends[answer.index] = merge_deltas(deltas.pop(answer.index, ())), part
         finally:
             self._close()
-        return writer.whole(parts)
+        return writer.whole(self._by_prompt(ends))
+
+    def _by_prompt(self, choices: Mapping[int, T]) -> list[list[T]]:
+        """Return what belongs to all choices, by their index, as a list for each prompt."""
+        groups: list[list[T]] = [[] for _ in self._prompts]
+        for index in sorted(choices):
+            groups[index // self._choices].append(choices[index])
+        return groups
 
     async def _submit(self, number: int, *, patient: bool = False) -> list[Answer]:
         answers = self._answers[number] = await self._service.submit(
@@ -254,46 +279,28 @@ class Choices:
         self._latest = answers[0]
         return answers
 
-    @asynccontextmanager
-    async def _run(self, number: int) -> AsyncIterator[list[Answer]]:
-        """Yield the answers to a prompt once it may run, and close them at the end."""
+    def _parts(self) -> AsyncGenerator[Part, None]:
+        """Yield the parts of all answers."""
+        return merge([self._prompt_parts(number) for number in range(len(self._prompts))])
+
+    async def _prompt_parts(self, number: int) -> AsyncGenerator[Part, None]:
+        """Yield the parts of the answers to a prompt once it may run, and close the answers at the end."""
         async with self._free:
             answers = self._answers.get(number) or await self._submit(number, patient=True)
             try:
-                yield answers
+                async with aclosing(merge([self._answer_parts(answer) for answer in answers])) as parts:
+                    async for part in parts:
+                        yield part
             finally:
                 for answer in answers:
                     await answer.aclose()
                 self._answers.pop(number, None)
 
-    async def _prompt_texts(
-        self, number: int, writer: StreamWriter, reports: dict[int, list[GenerationReport]]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the texts of all choices of a prompt, and add their reports at the end."""
-        async with self._run(number) as answers:
-            choices = [self._choice_texts(answer, writer) for answer in answers]
-            async with aclosing(merge(choices)) as texts:
-                async for text in texts:
-                    yield text
-        reports[number] = [answer.final_report() for answer in answers]
-
-    async def _choice_texts(self, answer: Answer, writer: StreamWriter) -> AsyncGenerator[str, None]:
-        for text in writer.begin(answer.index, len(answer.prompt)):
-            yield text
+    async def _answer_parts(self, answer: Answer) -> AsyncGenerator[Part, None]:
+        yield answer, None
         async for delta in self._read(answer):
-            for text in writer.delta(answer.index, delta):
-                yield text
-        for text in writer.end(answer.index, answer.final_report()):
-            yield text
-
-    async def _answer(self, number: int) -> list[tuple[Delta, GenerationReport]]:
-        async with self._run(number) as answers:
-
-            async def read(answer: Answer) -> Delta:
-                return merge_deltas([delta async for delta in self._read(answer)])
-
-            deltas = await gather(read(answer) for answer in answers)
-        return [(delta, answer.final_report()) for delta, answer in zip(deltas, answers, strict=True)]
+            yield answer, delta
+        yield answer, answer.final_report()
 
     def _logged(self, exc: Exception) -> LabError:
         """Return the error that the caller gets for an exception after the first byte, and log the exception."""
@@ -311,23 +318,10 @@ class Choices:
                 answer.close()
 
 
-# Functions that run several coroutines or streams at the same time. Unlike ``asyncio.gather``, they end only after all
-# of their tasks have ended.
+# Several streams at the same time
 
 End = tuple[BaseException | None]
 """The end of a source in the queue: its error, or None."""
-
-
-async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results, in order.
-
-    The first error cancels the other coroutines. It is raised when they have ended.
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await _cancel(tasks)
 
 
 def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
@@ -365,11 +359,7 @@ async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
             else:
                 running -= 1
     finally:
-        await _cancel(pumps)
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        for task in pumps:
+            task.cancel()
+        # All of them have to end before this does.
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -31,9 +31,9 @@ from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats, TextContent
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, TextFormat
 from lmx_lab.wire.generation import (
+    NAMES,
     CompatibleFields,
     CompletionTokensDetails,
-    GenerationFields,
     PromptTokensDetails,
     Timings,
     Usage,
@@ -44,6 +44,7 @@ LOWEST_LOGPROB = -9999.0
 """The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
 GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "xtc_probability": 0.0}
 """Parameters of a greedy request: no token needs to be removed."""
+SAMPLING = tuple(Sampling.__dataclass_fields__)
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 T = TypeVar("T")
@@ -56,9 +57,9 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         InvalidRequestError: a ``tool`` message does not answer a tool call, or the newest message of the user has a
             part that is not text.
     """
-    tools, choice = None, request.choice
-    functions = unique_functions(request.offered)
-    if functions and choice != "none":
+    tools, choice, offered = None, request.choice, request.offered
+    functions = unique_functions(offered) if offered and choice != "none" else {}
+    if functions:
         only = choice.function.name if isinstance(choice, NamedToolChoice) else None
         forced = only is not None or choice == "required"
         if isinstance(choice, AllowedToolsChoice):
@@ -95,24 +96,21 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         ),
         # If a tool call is forced, the answer contains no text that could have a format.
         answer_format=None if tools is not None and tools.forced else answer_format,
-        steer=tuple(request.steer or ()),
-        share_prefix=bool(request.share_prefix),
         prediction="".join(content_texts(request.prediction.content)) if request.prediction is not None else "",
         thinking_budget=request.thinking_token_budget,
-        model=requested_model(request.model),
-        sampling=_sampling(request, temperature=0.7),
         max_tokens=request.setting("max_tokens") or 4096,
-        stop=_stop(request),
-        ignore_eos=bool(request.ignore_eos),
-        min_tokens=request.min_tokens or 0,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        logprob_tokens=tuple(request.logprob_tokens or ()),
+        **_parameters(request, temperature=0.7),
     )
 
 
 def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
     """Convert a completion request to one request of the engine for each prompt, in order."""
-    max_tokens, suffix = request.setting("max_tokens"), request.suffix
+    max_tokens, suffix, parameters = (
+        request.setting("max_tokens"),
+        request.suffix,
+        _parameters(request, temperature=1.0),
+    )
     answer_format = _answer_format(request)
     single = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
     given: Iterable[Any] = [request.prompt] if single else request.prompt
@@ -125,19 +123,12 @@ def completion_requests(request: CompletionRequest) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt=prompt,
-            model=requested_model(request.model),
-            sampling=_sampling(request, temperature=1.0),
             max_tokens=16 if max_tokens is None else max_tokens,
             answer_format=answer_format,
-            steer=tuple(request.steer or ()),
-            share_prefix=bool(request.share_prefix),
-            stop=_stop(request),
-            ignore_eos=bool(request.ignore_eos),
-            min_tokens=request.min_tokens or 0,
             top_logprobs=request.logprobs,
-            logprob_tokens=tuple(request.logprob_tokens or ()),
             # The answer contains the scores only as a part of the echo, and only if log-probabilities are requested.
             score_prompt=bool(request.echo) and request.logprobs is not None,
+            **parameters,
         )
         for prompt in prompts
     ]
@@ -148,29 +139,41 @@ def requested_model(name: str) -> str | None:
     return None if name == ANY_MODEL else name
 
 
-def _stop(request: GenerationFields) -> tuple[str, ...]:
-    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-
-
-def _sampling(request: CompatibleFields, *, temperature: float) -> Sampling:
-    """Return the sampling parameters. Fields of the request and of ``Sampling`` correspond by name.
+def _parameters(request: CompatibleFields, *, temperature: float) -> dict[str, Any]:
+    """Return the fields of the engine's request that chats and plain completions share. Those of ``Sampling`` have the
+    same names.
 
     Args:
         temperature: The default of the format, used for null.
     """
-    given = {each.name: getattr(request, each.name) for each in fields(Sampling)}
-    given["repetition_penalty"] = request.setting("repetition_penalty")
-    sampling = Sampling(**{"temperature": temperature} | {k: v for k, v in given.items() if v is not None})
+    given: dict[str, Any] = {"temperature": temperature}
+    for name in SAMPLING:
+        value = request.setting(name) if name in NAMES else getattr(request, name)
+        if value is not None:
+            given[name] = value
+    sampling = Sampling(**given)
     # Only the most likely token has a chance below this temperature, and remains with top_p 0. float32 cannot divide by
     # less than about 1e-38.
     greedy = sampling.temperature < 1e-6 or sampling.top_p == 0
-    return replace(
+    sampling = replace(
         sampling,
         **GREEDY if greedy else {"top_k": max(0, sampling.top_k)},
         dry_sequence_breakers=None if request.dry_sequence_breakers is None else tuple(request.dry_sequence_breakers),
         # Converted to a dict first: "7" and "07" are the same token, of which the last bias is used.
-        logit_bias=tuple({int(token): bias for token, bias in (request.logit_bias or {}).items()}.items()),
+        logit_bias=tuple({int(token): bias for token, bias in request.logit_bias.items()}.items())
+        if request.logit_bias
+        else (),
     )
+    return {
+        "model": requested_model(request.model),
+        "sampling": sampling,
+        "stop": (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        "ignore_eos": bool(request.ignore_eos),
+        "min_tokens": request.min_tokens or 0,
+        "logprob_tokens": tuple(request.logprob_tokens or ()),
+        "steer": tuple(request.steer or ()),
+        "share_prefix": bool(request.share_prefix),
+    }
 
 
 def _continues(request: ChatRequest, *, is_enforced: bool) -> bool:
@@ -249,11 +252,14 @@ def _message(message: ChatMessage, *, asked_at: str | None) -> dict[str, Any]:
     if message.audio is not None and not message.content:
         texts.append(placeholder("audio"))
     is_text = isinstance(message.content, str) or all(isinstance(part, TextContent) for part in message.content or ())
-    text = ("" if is_text else "\n").join([text for text in texts if text])
+    text = ("" if is_text else "\n").join(filter(None, texts))
     # Chat templates use the role "system"; "developer" is its newer name in the chat format.
     converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    others = {"name": message.name, "reasoning_content": message.effective_reasoning}
-    return converted | {name: value for name, value in others.items() if value is not None}
+    if message.name is not None:
+        converted["name"] = message.name
+    if (reasoning := message.effective_reasoning) is not None:
+        converted["reasoning_content"] = reasoning
+    return converted
 
 
 def _called_in(calls: Mapping[str, T | None], given: str | None, place: str) -> T:

@@ -283,8 +283,10 @@ class ChatRequest(CompatibleFields):
         if self.verbosity is not None:
             yield "verbosity"
         yield from unknown_fields(self)
-        kept = unique_functions(self.offered)
-        for tool in self.offered:
+        if not (offered := self.offered):
+            return
+        kept = unique_functions(offered)
+        for tool in offered:
             if not isinstance(tool, FunctionTool):
                 yield f"tools.{tool.type}"
             elif kept[tool.function.name] is not tool.function:
@@ -293,8 +295,10 @@ class ChatRequest(CompatibleFields):
     @property
     def offered(self) -> list[FunctionTool | HostedTool]:
         """The tools, in either form."""
-        older = [FunctionTool.model_construct(type="function", function=each) for each in self.functions or ()]
-        return [*(self.tools or ()), *older]
+        tools = list(self.tools or ())
+        for each in self.functions or ():
+            tools.append(FunctionTool.model_construct(type="function", function=each))
+        return tools
 
     @property
     def choice(self) -> ToolChoice | None:

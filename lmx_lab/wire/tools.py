@@ -366,20 +366,24 @@ def check_counts(messages: Any) -> Any:
         ValueError: there are too many tool calls or content parts.
     """
     calls: list[Any] = []
-    given_functions: list[Any] = []
+    functions: list[Any] = []
     parts = 0
     for message in messages if isinstance(messages, list) else ():
         given = message if isinstance(message, dict) else {}
         if isinstance(its_calls := given.get("tool_calls"), list):
             calls += its_calls
-        given_functions.append(given.get("function_call"))
+        if (function := given.get("function_call")) is not None:
+            functions.append(function)
         if isinstance(content := given.get("content"), list):
             parts += len(content)
     for count, what, limit in ((len(calls), "tool calls", CALL_LIMIT), (parts, "content parts", PART_LIMIT)):
         if count > limit:
             raise ValueError(f"have {count:,} {what} together, the limit is {limit:,}; leave the oldest out")
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] + given_functions
-    check_argument_texts(function.get("arguments") for function in functions if isinstance(function, dict))
+    for call in calls:
+        if isinstance(call, dict):
+            functions.append(call.get("function"))
+    if functions:
+        check_argument_texts(function.get("arguments") for function in functions if isinstance(function, dict))
     return messages
 
 
