@@ -232,7 +232,7 @@ FIGURES = {
     "turn": Figure(
         title=second_turn.FIGURE,
         measure=second_turn.measure,
-        about="time to first token of turn 2 ÷ turn 1, after 1,400 tokens",
+        about="time to first token of turn 2 ÷ turn 1, after 1,400 tokens; on llama.cpp also after a stopped turn 1",
     ),
     "restart": Figure(
         title=restart.FIGURE,

@@ -40,6 +40,9 @@ COPIED_TOKENS = 20
 PATIENCE = 0.25
 """Maximum time to wait for an answer that cannot be interrupted and may be long, as a share of the time in which the
 awaited tokens would be computed. A client that stops an answer and sends the next turn is noticed sooner."""
+PATIENCE_TOKENS = 4
+"""The same as a number of tokens of that answer. The end of a closed connection is noticed when the second token after
+it is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,7 +200,8 @@ class SlotStates:
             # It is interrupted as soon as it has computed these tokens.
             return computing_s
         token_s = (time.perf_counter() - user.first_token_at) / tokens
-        return computing_s if (user.max_tokens - tokens) * token_s < computing_s else PATIENCE * computing_s
+        is_soon = (user.max_tokens - tokens) * token_s < computing_s
+        return computing_s if is_soon else max(PATIENCE * computing_s, PATIENCE_TOKENS * token_s)
 
     async def _save(self, slot: Slot) -> None:
         """Save the state of a slot, unless it is short or a saved one covers it."""

@@ -6,7 +6,17 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.engine import Caller, TokenPrompt
-from tests.support.engines import LLAMA_SETTINGS, entry_of, manager_with, numbers, request, run, until_busy, until_idle
+from tests.support.engines import (
+    LLAMA_SETTINGS,
+    entry_of,
+    llama_model,
+    manager_with,
+    numbers,
+    request,
+    run,
+    until_busy,
+    until_idle,
+)
 
 pytestmark = pytest.mark.anyio
 CALLERS = [Caller(client=f"192.168.1.{number}") for number in range(5)]
@@ -76,3 +86,39 @@ async def test_a_shared_prefix_is_found_again_after_it_has_lost_its_slot(long_gg
         assert [await cached(manager, turn, caller) for turn, caller in zip(turns, CALLERS[:4], strict=True)] == [
             100
         ] * 4
+
+
+async def used_slots(manager):
+    """Return the ids of the slots that llama.cpp computes now."""
+    slots = await llama_model(manager).tokenizer.connection.get("/slots")
+    return [slot["id"] for slot in slots if slot["is_processing"]]
+
+
+async def start(manager, prompt):
+    answer = await manager.submit(request(prompt=prompt, caller=CALLERS[0], max_tokens=5000, ignore_eos=True))
+    await anext(answer)
+    return answer
+
+
+def turn(at, *tokens):
+    return TokenPrompt(tokens=(*range(1000 * at, 1000 * at + 200), *tokens))
+
+
+async def test_answers_are_computed_in_consecutive_slots_and_find_their_prefixes(long_gguf):
+    """llama.cpp computes only consecutive slots together."""
+    async with manager_with(entry_of(long_gguf), replace(LLAMA_SETTINGS, slots=6)) as manager:
+        # Each conversation has a slot now.
+        for at in range(1, 5):
+            await cached(manager, turn(at), CALLERS[0])
+        for first, second, third in ((1, 3, 2), (4, 2, 3), (3, 1, 4)):
+            answers = [await start(manager, prompt) for prompt in (turn(first, 5), turn(second, 5), turn(9, third))]
+            used = await used_slots(manager)
+            assert used == list(range(used[0], used[0] + 3))
+            # The gap is filled first.
+            await answers[1].aclose()
+            answers.append(await start(manager, turn(third, 5)))
+            assert await used_slots(manager) == used
+            for answer in answers:
+                await answer.aclose()
+            await until_idle(manager)
+        assert [await cached(manager, turn(at), CALLERS[0]) for at in range(1, 5)] == [199] * 4
