@@ -23,6 +23,8 @@ PROGRAMS = {
     "lm-studio": "remove models in LM Studio, under My Models",
     "llama.cpp": "delete its files in this folder",
 }
+ADDITIONAL = "its files are your own; delete them in the folder"
+DAEMON = "delete a session with its method delete(); old events expire"
 NO_MODELS = ("benchmark runs", "unfinished downloads", "prefix cache")
 """Kinds of items that are deleted without the lock of a model."""
 
@@ -83,39 +85,29 @@ def remove_stored(settings: Settings, item: Stored) -> None:
 
 
 def _find(settings: Settings) -> Iterator[Stored]:
-    models, cache = settings.models_folder, cache_folder()
+    models, quantized, cache, home = settings.models_folder, settings.quantized_folder, cache_folder(), settings.home
+    programs = program_folders() if settings.other_programs else []
     for location in folder_locations(models, "store"):
         path = models / location.id
         parts = tuple(path.with_name(name) for name in parts_of(path.name))
         files = tuple(file for part in parts for file in _files(part))
         what = "link to a model" if path.is_symlink() else "model"
         yield Stored(name=location.id, what=what, path=path, files=files, parts=parts if len(parts) > 1 else ())
-    for copy in copy_locations(settings.quantized_folder):
-        folder = settings.quantized_folder / copy.id
-        yield Stored(name=copy.id, what="quantized copy", path=folder, files=_files(folder))
-    for repo in repositories(cache):
-        folder = repo_folder(cache, repo.id)
-        yield Stored(name=repo.id, what="model in the hub cache", path=folder, files=_files(folder))
-    temporary = models / TEMP_NAME
-    yield Stored(name="unfinished", what="unfinished downloads", path=temporary, files=_files(temporary))
-    runs, experiments, daemon = settings.home / "bench", settings.home / "experiments.db", settings.daemon_folder
-    yield Stored(name="bench", what="benchmark runs", path=runs, files=_files(runs))
-    for name, what, path, remedy in (
-        ("experiments", "stored evaluations", experiments, "delete some with lab.experiments().delete(ID)"),
-        ("daemon", "sessions and events", daemon, "delete a session with its method delete(); old events expire"),
-    ):
-        yield Stored(name=name, what=what, path=path, files=_files(path), remedy=remedy)
-    if (records := settings.record_to) is not None:
-        remedy = "delete its records with lab.requests.clear()"
-        yield Stored(name="records", what="recorded requests", path=records, files=_files(records), remedy=remedy)
-    if (prefixes := settings.prefix_cache_dir) is not None:
-        yield Stored(name="prefixes", what="prefix cache", path=prefixes, files=_files(prefixes))
-    for source, folder in program_folders() if settings.other_programs else ():
-        what, remedy = f"models of {source}", PROGRAMS[source]
-        yield Stored(name=source, what=what, path=folder, files=_files(folder), remedy=remedy)
-    for folder in settings.model_folders:
-        remedy = "its files are your own; delete them in the folder"
-        yield Stored(name=str(folder), what="additional folder", path=folder, files=_files(folder), remedy=remedy)
+    others: list[tuple[str, str, Path | None, str]] = [
+        *((it.id, "quantized copy", quantized / it.id, "") for it in copy_locations(quantized)),
+        *((repo.id, "model in the hub cache", repo_folder(cache, repo.id), "") for repo in repositories(cache)),
+        ("unfinished", "unfinished downloads", models / TEMP_NAME, ""),
+        ("bench", "benchmark runs", home / "bench", ""),
+        ("experiments", "stored evaluations", home / "experiments.db", "delete some with lab.experiments().delete(ID)"),
+        ("daemon", "sessions and events", settings.daemon_folder, DAEMON),
+        ("records", "recorded requests", settings.record_to, "delete its records with lab.requests.clear()"),
+        ("prefixes", "prefix cache", settings.prefix_cache_dir, ""),
+        *((source, f"models of {source}", folder, PROGRAMS[source]) for source, folder in programs),
+        *((str(folder), "additional folder", folder, ADDITIONAL) for folder in settings.model_folders),
+    ]
+    for name, what, place, remedy in others:
+        if place is not None:
+            yield Stored(name=name, what=what, path=place, files=_files(place), remedy=remedy)
 
 
 def _files(path: Path) -> tuple[tuple[str, int], ...]:
