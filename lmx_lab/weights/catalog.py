@@ -24,10 +24,9 @@ from lmx_lab.weights.locations import (
     model_path,
     path_locations,
     store_location,
-    store_locations,
     write_source,
 )
-from lmx_lab.weights.programs import program_folders, program_locations
+from lmx_lab.weights.programs import ollama_locations, program_folders
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from lmx_lab.weights.starters import STARTERS, Starter, fetch_starter, find_starter
 from lmx_lab.weights.store import (
@@ -301,11 +300,14 @@ class Catalog:
         cache, copies = cache_folder(), self._settings.quantized_folder
         programs = program_folders() if self._settings.other_programs else []
         for folder, locations in (
-            (self._models, store_locations(self._models)),
+            (self._models, (store_location(it.path, it.id) for it in folder_locations(self._models, "store"))),
             (cache, hub_locations(cache)),
             *((folder, folder_locations(folder, "folder")) for folder in self._settings.model_folders),
             (copies, copy_locations(copies)),
-            *((folder, program_locations(source, folder)) for source, folder in programs),
+            *(
+                (folder, ollama_locations(folder) if source == "ollama" else folder_locations(folder, source))
+                for source, folder in programs
+            ),
         ):
             yield folder, (location for location in locations if location.id != ECHO.id)
 

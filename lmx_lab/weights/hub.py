@@ -190,7 +190,11 @@ def require_verified(path: Path) -> None:
     if snapshot is None:
         return
     if path.is_dir():
-        files = [file for file in path.rglob("*") if not is_gguf(file.name) and not is_documentation(file.name)]
+        files = [
+            file
+            for file in path.rglob("*")
+            if not is_gguf(file.name) and not any(fnmatch.fnmatch(file.name, pattern) for pattern in DOCUMENTATION)
+        ]
     else:
         files = [path.with_name(part) for part in parts_of(path.name)]
     if any(file.exists() and is_unverified(file) for file in files):
@@ -199,11 +203,6 @@ def require_verified(path: Path) -> None:
             f"{path} was downloaded from the hub but not verified: its download was interrupted or is still running. "
             f"Fetch it again with `lmx-lab pull {repo_id(snapshot.parents[1])}{choice}`"
         )
-
-
-def is_documentation(name: str) -> bool:
-    """Whether the file of this name is not needed by any model."""
-    return any(fnmatch.fnmatch(name, pattern) for pattern in DOCUMENTATION)
 
 
 def _marker(file: Path) -> Path:

@@ -27,14 +27,10 @@ RECORD_NAME = "quantized_copy.json"
 Location = TypeVar("Location", bound=ModelLocation)
 
 
-def store_locations(models: Path) -> Iterator[ModelLocation]:
-    """Find the models in the lab's own folder. The formats of a starter have the starter's id."""
-    for location in folder_locations(models, "store"):
-        yield store_location(location.path, location.id)
-
-
 def store_location(path: Path, name: str) -> ModelLocation:
-    """Return the location of a model in the lab's own folder, whose folder there has this name."""
+    """Return the location of a model in the lab's own folder, whose folder there has this name. The formats of a starter
+    have the starter's id.
+    """
     starter = find_starter(name)
     if starter is None:
         aliases = _file_names(name, path)

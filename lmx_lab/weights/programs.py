@@ -19,7 +19,6 @@ from typing import Any
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import ModelLocation, Source
 from lmx_lab.weights.files import MIB, open_regular
-from lmx_lab.weights.locations import folder_locations
 
 LAYER = "application/vnd.ollama.image."
 DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
@@ -37,11 +36,6 @@ def program_folders() -> list[tuple[Source, Path]]:
         ("lm-studio", _lm_studio_folder(home)),
         ("llama.cpp", Path(os.environ.get("LLAMA_CACHE") or Path(cache, "llama.cpp"))),
     ]
-
-
-def program_locations(source: Source, folder: Path) -> Iterator[ModelLocation]:
-    """Find the models in the folder of a program. Their ids are the names that the program uses."""
-    return ollama_locations(folder) if source == "ollama" else folder_locations(folder, source)
 
 
 def ollama_locations(folder: Path) -> Iterator[ModelLocation]:

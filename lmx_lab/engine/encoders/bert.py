@@ -58,23 +58,15 @@ class Bert(Encoder):
     """Input, product, queries, keys, values and result; steps of the activation."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Build the model without its weights.
-
-        Raises:
-            UnusableModelError: the configuration is not supported.
-        """
-        super().__init__()
+        super().__init__(config)
         if (kind := config.values.get("position_embedding_type", "absolute")) != "absolute":
             raise UnusableModelError(f"its position embeddings are of type {kind!r}; only absolute ones are supported")
         if config.flag("is_decoder") or config.flag("add_cross_attention"):
             raise UnusableModelError(
                 "config.json describes a decoder; with this model_type only encoders are supported"
             )
-        config.head_size()
-        size, count = config.size("hidden_size"), config.size("max_position_embeddings")
+        size, count = self.hidden_size, config.size("max_position_embeddings")
         is_roberta = config.values.get("model_type") in ROBERTAS
-        self.hidden_size, self.inner_size = size, config.size("intermediate_size")
-        self.heads, self.vocabulary_size = config.size("num_attention_heads"), config.size("vocab_size")
         self.padding_id = config.size("pad_token_id", 1) if is_roberta else None
         """RoBERTa's padding token, which is not counted in the positions; None for BERT."""
         self.first_position = 0 if self.padding_id is None else self.padding_id + 1

@@ -270,13 +270,6 @@ class ModelConfig:
         """Return a value as a boolean."""
         return bool(self.values.get(key, default))
 
-    def head_size(self) -> int:
-        """Return the size of one attention head."""
-        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
-        if hidden % heads:
-            raise UnusableModelError(f"config.json: hidden_size {hidden} is not a multiple of its {heads} heads")
-        return hidden // heads
-
 
 class TypedModule(Module):
     """A module of ``mlx.nn``, which has no types."""
@@ -331,6 +324,20 @@ class Encoder(Network):
     """Pattern of the names of tensors that may remain unused."""
     labels: str | None = None
     """Name of the last tensor of a classifier, which has one row for each label; None without a classifier."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Build the model without its weights.
+
+        Raises:
+            UnusableModelError: the configuration is not supported.
+        """
+        super().__init__()
+        self.hidden_size, self.inner_size = config.size("hidden_size"), config.size("intermediate_size")
+        self.heads, self.vocabulary_size = config.size("num_attention_heads"), config.size("vocab_size")
+        if self.hidden_size % self.heads:
+            raise UnusableModelError(
+                f"config.json: hidden_size {self.hidden_size} is not a multiple of its {self.heads} heads"
+            )
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the weights with the names of this module; mlx-lm calls this before it sets them."""

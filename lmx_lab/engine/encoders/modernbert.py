@@ -97,16 +97,8 @@ class ModernBert(Encoder):
     """Input, product, queries, keys, values and result; values, gates and activation."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Build the model without its weights.
-
-        Raises:
-            UnusableModelError: the configuration is not supported.
-        """
-        super().__init__()
-        config.head_size()
-        size = self.hidden_size = config.size("hidden_size")
-        self.inner_size, self.heads = config.size("intermediate_size"), config.size("num_attention_heads")
-        self.vocabulary_size, self.segments = config.size("vocab_size"), 1
+        super().__init__(config)
+        size, self.segments = self.hidden_size, 1
         self.positions = config.size("max_position_embeddings", 8192)
         self.embeddings = join_modules(tok_embeddings=Embedding(self.vocabulary_size, size), norm=_norm(config))
         self.layers = [ModernBertLayer(config, at) for at in range(config.size("num_hidden_layers"))]
