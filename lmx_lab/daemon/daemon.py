@@ -51,9 +51,10 @@ COMPONENT_STOP_S = 15.0
 STOP_ORDER = ("turns", "retention", "subscribers", "MCP servers", "server", "model client", "store", "state file")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DaemonConfig:
-    """The identity of a daemon, and the values from which its components are created."""
+@dataclass(kw_only=True, eq=False)
+class Lifespan:
+    """The components of one daemon, from ``start()`` until the stop that ``begin_stop()`` begins, and the values from
+    which they are created."""
 
     daemon_id: str
     token: str = field(repr=False)
@@ -63,25 +64,15 @@ class DaemonConfig:
     tools: PythonTools
     upstream_url: str
     upstream_key: str | None = field(repr=False)
-    upstream_headers: Mapping[str, str] | None = field(default=None, repr=False)
-
-
-class Lifespan:
-    """The components of one daemon, from ``start()`` until the stop that ``begin_stop()`` begins."""
-
-    def __init__(self, config: DaemonConfig, *, on_stopped: Callable[[], None]) -> None:
-        """
-        Args:
-            on_stopped: Called on the event loop when all components have stopped after ``begin_stop()``.
-        """
-        self._config = config
-        self._on_stopped = on_stopped
-        self._status: Literal["ok", "stopping"] = "ok"
-        self._services: Services | None = None
-        self._stop_task: asyncio.Task[None] | None = None
-        self._stop_now: asyncio.Event | None = None
-        self._stop_functions: dict[str, Callable[[], Awaitable[object]]] = {}
-        """How to stop the components that were started, by their names in ``STOP_ORDER``."""
+    upstream_headers: Mapping[str, str] | None = field(repr=False)
+    on_stopped: Callable[[], None]
+    """Called on the event loop when all components have stopped after ``begin_stop()``."""
+    _status: Literal["ok", "stopping"] = field(default="ok", init=False)
+    _services: Services | None = field(default=None, init=False, repr=False)
+    _stop_task: asyncio.Task[None] | None = field(default=None, init=False)
+    _stop_now: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _stop_functions: dict[str, Callable[[], Awaitable[object]]] = field(default_factory=dict, init=False)
+    """How to stop the components that were started, by their names in ``STOP_ORDER``."""
 
     @property
     def services(self) -> Services:
@@ -107,49 +98,48 @@ class Lifespan:
             raise
 
     async def _start(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> RunningServer:
-        config = self._config
         services = self._services = await self._create_services()
-        asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=config.settings.max_body_bytes)
+        asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=self.settings.max_body_bytes)
         # The content of WebSocket messages from clients is ignored.
         host = await serve(asgi, sock, ws_max_bytes=65_536)
         self._stop_functions["server"] = host.stop
         state = StateFile(
             pid=os.getpid(),
             started_at=services.started_at,
-            daemon_id=config.daemon_id,
+            daemon_id=self.daemon_id,
             # The address for this computer, even if the daemon listens on all interfaces.
             host=urlsplit(host.url).hostname or "",
             port=host.port,
-            token=config.token,
+            token=self.token,
         )
-        self._stop_functions["state file"] = lambda: asyncio.to_thread(config.home.withdraw, config.daemon_id)
-        await asyncio.to_thread(config.home.publish, state)
-        started = DaemonStarted(daemon_id=config.daemon_id, version=VERSION)
+        self._stop_functions["state file"] = lambda: asyncio.to_thread(self.home.withdraw, self.daemon_id)
+        await asyncio.to_thread(self.home.publish, state)
+        started = DaemonStarted(daemon_id=self.daemon_id, version=VERSION)
         await services.store.write(lambda tx: tx.append("daemon.started", started))
         return host
 
     async def _create_services(self) -> Services:
-        config, limits = self._config, self._config.limits
-        store = await Store.open(config.home.folder / "daemon.db")
+        limits = self.limits
+        store = await Store.open(self.home.folder / "daemon.db")
         self._stop_functions["store"] = store.close
         events = EventLog(store, limits)
         await events.start()
         subscribers = Subscribers(limits.subscribers)
         # In this time they can receive the last events.
         self._stop_functions["subscribers"] = lambda: subscribers.close(2.0)
-        servers = McpServers(store=store, processes=ServerProcesses(config.home.folder))
+        servers = McpServers(store=store, processes=ServerProcesses(self.home.folder))
         self._stop_functions["MCP servers"] = servers.stop
         await servers.start()
-        upstream = ModelClient(config.upstream_url, api_key=config.upstream_key, headers=config.upstream_headers)
+        upstream = ModelClient(self.upstream_url, api_key=self.upstream_key, headers=self.upstream_headers)
         self._stop_functions["model client"] = upstream.aclose
-        toolbox = Toolbox(config.tools, servers)
+        toolbox = Toolbox(self.tools, servers)
         turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
         self._stop_functions["turns"] = lambda: turns.stop(mode="now", grace_s=0)
         await turns.start()
         retention = asyncio.create_task(run_retention(store, events, limits), name="lmx-lab retention")
         self._stop_functions["retention"] = lambda: _cancel(retention)
         return Services(
-            daemon_id=config.daemon_id,
+            daemon_id=self.daemon_id,
             started_at=timestamp(),
             limits=limits,
             store=store,
@@ -169,9 +159,8 @@ class Lifespan:
         """Begin to stop and return immediately. ``now`` also shortens a stop that has begun with ``drain``."""
         if self._stop_task is None:
             self._status = "stopping"
-            self._stop_now = asyncio.Event()
             self._stop_task = asyncio.create_task(self._stop(mode, grace_s), name="lmx-lab daemon stops")
-        if mode == "now" and self._stop_now is not None:
+        if mode == "now":
             self._stop_now.set()
 
     async def _stop(self, mode: ShutdownMode, grace_s: float) -> None:
@@ -183,7 +172,6 @@ class Lifespan:
                 log.warning("the event daemon.stopping could not be written: %s", exc)
             if mode == "drain":
                 # Wait until the running turns have ended, or ``begin_stop`` is called with ``now``.
-                assert self._stop_now is not None
                 drain = asyncio.ensure_future(services.turns.stop(mode="drain", grace_s=grace_s))
                 stop_now = asyncio.ensure_future(self._stop_now.wait())
                 try:
@@ -194,7 +182,7 @@ class Lifespan:
                     await _cancel(drain, stop_now)
         finally:
             await self._stop_components()
-            self._on_stopped()
+            self.on_stopped()
 
     async def _stop_components(self) -> None:
         """Stop the components one after the other. A component that fails or hangs does not affect the others."""
@@ -256,7 +244,7 @@ class Daemon:
             InvalidRequestError: A setting is invalid.
         """
         key = upstream_api_key if upstream_url else settings.upstream_api_key
-        self._config = config = DaemonConfig(
+        self._lifespan = lifespan = Lifespan(
             daemon_id=new_id("dmn"),
             token=secrets.token_urlsafe(32),
             settings=settings,
@@ -266,16 +254,17 @@ class Daemon:
             upstream_url=upstream_url or settings.upstream or "http://127.0.0.1:8400",
             upstream_key=key,
             upstream_headers=upstream_headers,
+            on_stopped=self._close,
         )
-        self.daemon_id = config.daemon_id
+        self.daemon_id = lifespan.daemon_id
         """Id of this daemon. Each daemon has a new one."""
         self.settings = settings
         """The settings that the daemon was created with."""
-        self.tools = config.tools
+        self.tools = lifespan.tools
         """The functions that were registered with ``tool``."""
-        self.upstream_url = config.upstream_url
+        self.upstream_url = lifespan.upstream_url
         """Address of the server that runs the model."""
-        self.folder = config.home.folder
+        self.folder = lifespan.home.folder
         """Folder of the state file, the database and the log file."""
         # Called here only for its errors, so that a daemon with invalid settings is not started.
         daemon_policy(settings, 1, self.token)
@@ -283,7 +272,6 @@ class Daemon:
         self._own_names = own_names
         self._log_file = LogFile(self.folder, token=self.token)
         self._thread = LoopThread("lmx-lab-daemon")
-        self._lifespan = Lifespan(self._config, on_stopped=self._close)
         self._host: RunningServer | None = None
         self._start_lock = threading.Lock()
         self._ended = threading.Event()
@@ -298,7 +286,7 @@ class Daemon:
     def token(self) -> str:
         """The token that every request needs. It is stored in the state file and nowhere else, not even in an attribute
         of this object, which a debugger would show."""
-        return self._config.token
+        return self._lifespan.token
 
     @property
     def services(self) -> Services:
@@ -366,7 +354,7 @@ class Daemon:
                 return
             if self._ended.is_set():
                 raise HostingError("this daemon was stopped; create a new one")
-            self._config.home.acquire()
+            self._lifespan.home.acquire()
             try:
                 self._host = self._start()
             except BaseException:
@@ -456,7 +444,7 @@ class Daemon:
             self._thread.stop()
             self._log_file.close()
         finally:
-            self._config.home.release()
+            self._lifespan.home.release()
             self._ended.set()
 
 
