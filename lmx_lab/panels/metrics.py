@@ -118,9 +118,9 @@ class MetricsPanel(Panel):
         samples = self.samples
         rows = []
         for chart in CHARTS:
-            for name, field in zip(chart.names, map(attrgetter, chart.fields), strict=True):
-                cells = [f"{chart.title}: {name}"]
-                for value in (field(samples[-1]), max(map(field, samples))) if samples else (None, None):
+            for name, field in chart.fields.items():
+                cells, value_of = [f"{chart.title}: {name}"], attrgetter(field)
+                for value in (value_of(samples[-1]), max(map(value_of, samples))) if samples else (None, None):
                     text = "none yet" if value is None else f"{value:,.{chart.digits}f} {chart.unit}".rstrip()
                     cells.append(text)
                 rows.append(cells)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -79,58 +80,39 @@ class MetricChart:
     """Decimal places of the values."""
     least: float
     """Minimum value at the upper end of the axis."""
-    names: tuple[str, ...]
-    lines: int
-    """Number of names that have a line, counted from the first; the others are shown only as a value."""
-    fields: tuple[str, ...]
+    fields: Mapping[str, str]
     """The field of ``Sample`` for each name."""
+    lines: int = 3
+    """Maximum number of lines, for the first names; the others are shown only as a value."""
 
     def shown(self) -> dict[str, Any]:
         """Return the chart as a view shows it."""
         title = f"{self.title}, {self.unit}" if self.unit else self.title
-        return {**asdict(self), "title": title}
+        return {**asdict(self), "title": title, "names": [*self.fields]}
 
 
 CHARTS = (
     # Prefill is so much faster than decoding that one axis for both would hide the latter.
-    MetricChart(
-        title="Decode",
-        unit="tok/s",
-        digits=1,
-        least=1,
-        names=("all requests",),
-        lines=1,
-        fields=("decode_tokens_per_second",),
-    ),
+    MetricChart(title="Decode", unit="tok/s", digits=1, least=1, fields={"all requests": "decode_tokens_per_second"}),
     MetricChart(
         title="Prefill",
         unit="tok/s",
         digits=1,
         least=1,
-        names=("prompts", "embeddings"),
-        lines=2,
-        fields=("prompt_tokens_per_second", "encoded_tokens_per_second"),
+        fields={"prompts": "prompt_tokens_per_second", "embeddings": "encoded_tokens_per_second"},
     ),
     MetricChart(
-        title="Requests",
-        unit="",
-        digits=0,
-        least=3,
-        names=("active", "queued"),
-        lines=2,
-        fields=("active_requests", "queued_requests"),
+        title="Requests", unit="", digits=0, least=3, fields={"active": "active_requests", "queued": "queued_requests"}
     ),
     MetricChart(
         title="Memory",
         unit="GB",
         digits=2,
         least=0.01,
-        names=("active", "cache", "peak", "total"),
-        lines=3,
-        fields=("memory_active_gb", "memory_cache_gb", "memory_peak_gb", "memory_total_gb"),
+        fields={name: f"memory_{name}_gb" for name in ("active", "cache", "peak", "total")},
     ),
 )
-FIELDS = tuple(field for chart in CHARTS for field in chart.fields)
+FIELDS = tuple(field for chart in CHARTS for field in chart.fields.values())
 values_of = attrgetter(*FIELDS)
 
 
@@ -138,13 +120,13 @@ def line_charts(samples: Sequence[Sample]) -> list[LineChart]:
     """Return the charts of samples, which are in ascending order of time."""
     return [
         LineChart(
-            key=chart.fields[0],
+            key=next(iter(chart.fields.values())),
             title=chart.title,
             unit=chart.unit or chart.title.lower(),
             at=[sample.at for sample in samples],
             series=[
                 Series(name=name, values=list(map(attrgetter(field), samples)))
-                for name, field in zip(chart.names[: chart.lines], chart.fields, strict=False)
+                for name, field in islice(chart.fields.items(), chart.lines)
             ],
             whole=not chart.digits,
         )
