@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Error, expect
 
-from tests.browser.jupyterlab import LAUNCH, SLEEP, JupyterLab, Tab
+from tests.browser.jupyterlab import LAUNCH, SLEEP, Tab, serving_jupyterlab
 from tests.support.browser import WAIT_MS, chromium, machine_only
 from tests.support.models import write_endless_llama, write_tiny_bert
 
@@ -36,9 +36,8 @@ def panels_home(tmp_path_factory, smollm2):
 
 @pytest.fixture(scope="package")
 def jupyterlab(browser, tmp_path_factory, panels_home):
-    lab = JupyterLab(tmp_path_factory.mktemp("jupyterlab"), panels_home)
-    yield lab
-    lab.close()
+    with serving_jupyterlab(tmp_path_factory.mktemp("jupyterlab"), panels_home) as lab:
+        yield lab
 
 
 @pytest.fixture(scope="package")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import secrets
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -31,10 +29,10 @@ from playwright.sync_api import (
 from playwright.sync_api import Error as PlaywrightError
 
 from tests.support.browser import FOREIGN, WAIT_MS, serious_violations
+from tests.support.jupyter import jupyter_server
 
 Message = tuple[float, dict[str, Any]]
 """A message of a kernel: its time (``time.monotonic``), and its header and content."""
-START_S = 180
 KERNEL_ATTEMPTS = 3
 LOG_CHARACTERS = 4000
 # JupyterLab itself writes this error to the console for any notebook, some time after a connection was cut.
@@ -90,55 +88,15 @@ KERNEL = """async (code) => {
 }"""
 
 
+@dataclass(frozen=True, kw_only=True)
 class JupyterLab:
     """A running server with its own folders, and its notebooks."""
 
-    def __init__(self, folder: Path, home: Path) -> None:
-        self.folder = folder / "notebooks"
-        self.folder.mkdir(parents=True)
-        self.token = secrets.token_hex(16)
-        self._log = folder / "jupyter.log"
-        settings = folder / "settings"
-        for name, values in SETTINGS.items():
-            package, plugin = name.split("/")
-            path = settings / "@jupyterlab" / package / f"{plugin}.jupyterlab-settings"
-            path.parent.mkdir(parents=True)
-            path.write_text(json.dumps(values))
-        own = {
-            "JUPYTER_CONFIG_DIR": "config",
-            "JUPYTER_DATA_DIR": "data",
-            "JUPYTER_RUNTIME_DIR": "runtime",
-            "JUPYTERLAB_SETTINGS_DIR": "settings",
-            "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
-            "IPYTHONDIR": "ipython",
-        }
-        own_folders = {name: str(folder / path) for name, path in own.items()}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "jupyter", "lab", "--no-browser", "--expose-app-in-browser"),
-                    *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", "--ServerApp.allow_root=True"),
-                    f"--ServerApp.root_dir={self.folder}",
-                    f"--IdentityProvider.token={self.token}",
-                    "--LabApp.extension_manager=readonly",
-                ],
-                env={**os.environ, **own_folders, "LMX_LAB_HOME": str(home)},
-                stdout=log,
-                stderr=log,
-            )
-        # Written when the server listens.
-        state = folder / "runtime" / f"jpserver-{self._process.pid}.json"
-        deadline = time.monotonic() + START_S
-        while not state.exists() or not state.stat().st_size:
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.close()
-                raise RuntimeError("JupyterLab has not started:\n" + self.log)
-            time.sleep(0.1)
-        self.url = f"http://127.0.0.1:{json.loads(state.read_text())['port']}"
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")
+    folder: Path
+    """The folder of the notebooks."""
+    url: str
+    token: str
+    log: Path
 
     def write(self, name: str, cells: Sequence[str]) -> None:
         """Write a notebook of code cells without outputs."""
@@ -146,13 +104,30 @@ class JupyterLab:
         notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(notebook, self.folder / name)
 
-    def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+
+@contextmanager
+def serving_jupyterlab(folder: Path, home: Path) -> Iterator[JupyterLab]:
+    """Run JupyterLab with its own folders until the end of the block; labs in its kernels have this home."""
+    notebooks, token = folder / "notebooks", secrets.token_hex(16)
+    notebooks.mkdir(parents=True)
+    for name, values in SETTINGS.items():
+        package, plugin = name.split("/")
+        path = folder / "settings" / "@jupyterlab" / package / f"{plugin}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(values))
+    options = [
+        *("--expose-app-in-browser", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"),
+        *(f"--ServerApp.root_dir={notebooks}", f"--IdentityProvider.token={token}"),
+        "--LabApp.extension_manager=readonly",
+    ]
+    environ = {
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "LMX_LAB_HOME": str(home),
+    }
+    with jupyter_server(folder, *options, app=("jupyter", "lab"), **environ) as server:
+        yield JupyterLab(folder=notebooks, url=f"http://127.0.0.1:{server.port}", token=token, log=server.log)
 
 
 class Tab:
@@ -199,7 +174,8 @@ class Tab:
         try:
             self.page.evaluate(OPEN, [name, kernel, KERNEL_ATTEMPTS, WAIT_MS])
         except PlaywrightError as exc:
-            raise AssertionError(f"{name} could not be opened: {exc}\n{self.lab.log[-LOG_CHARACTERS:]}") from exc
+            log = self.lab.log.read_text(encoding="utf-8", errors="replace")
+            raise AssertionError(f"{name} could not be opened: {exc}\n{log[-LOG_CHARACTERS:]}") from exc
 
     def run(self, index: int) -> Locator:
         """Run a cell that must not fail, wait for its end, and return its outputs."""

@@ -15,7 +15,7 @@ from playwright.sync_api import Locator, expect
 from lmx_lab.panels.layout import PANELS
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
-from tests.browser.jupyterlab import JupyterLab, Tab
+from tests.browser.jupyterlab import Tab, serving_jupyterlab
 from tests.support.browser import chromium, machine_only
 
 ROOT = Path(__file__).parent.parent.parent
@@ -88,18 +88,14 @@ def main(folder: Path) -> None:
         home = Path(own, "home")
         home.mkdir()
         (home / "models").symlink_to(HOME / "models")
-        lab = JupyterLab(Path(own), home)
-        try:
-            with machine_only(browser, device_scale_factor=SCALE) as context:
-                tab = Tab(lab, context, "pictures")
-                tab.page.set_default_timeout(WAIT_MS)
-                prepare(tab)
-                for theme in ("light", "dark"):
-                    tab.theme(theme)
-                    take_pictures(tab, folder, theme)
-                tab.close_notebook()
-        finally:
-            lab.close()
+        with serving_jupyterlab(Path(own), home) as lab, machine_only(browser, device_scale_factor=SCALE) as context:
+            tab = Tab(lab, context, "pictures")
+            tab.page.set_default_timeout(WAIT_MS)
+            prepare(tab)
+            for theme in ("light", "dark"):
+                tab.theme(theme)
+                take_pictures(tab, folder, theme)
+            tab.close_notebook()
 
 
 def prepare(tab: Tab) -> None:

@@ -1,6 +1,5 @@
 """Tests of ``lmx-lab doctor`` and of its checks of the machine, the models, the ports, the daemon and Jupyter."""
 
-import contextlib
 import json
 import os
 import re
@@ -8,13 +7,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import venv
 
 import huggingface_hub.constants
 import mlx.core as mx
-import psutil
 import pytest
 
 from lmx_lab import doctor
@@ -30,6 +27,7 @@ from lmx_lab.settings import Settings
 from tests.support.commands import WAIT_S, run_command, serving
 from tests.support.daemons import serving as daemon_serving
 from tests.support.gguf import with_values
+from tests.support.jupyter import jupyter_server
 from tests.support.labs import serving as lab_serving
 from tests.support.sockets import answering, free_port, whole
 from tests.support.waiting import until_listening
@@ -301,34 +299,15 @@ def test_an_ipykernel_that_is_too_old_is_bad(tmp_path, monkeypatch):
     assert "-m pip install -U 'ipykernel>=7" in finding.remedy
 
 
-@contextlib.contextmanager
-def jupyter_server(folder, *, proxy):
-    """Run a real Jupyter server, which writes its address into ``JUPYTER_RUNTIME_DIR``."""
-    command = [
-        *(sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root", f"--ServerApp.root_dir={folder}"),
-        *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", "--ServerApp.terminals_enabled=False"),
-        f"--ServerApp.jpserver_extensions=jupyter_server_proxy={proxy}",
-        *("--ServerApp.jpserver_extensions=jupyterlab=False", "--ServerApp.jpserver_extensions=jupyter_lsp=False"),
-    ]
-    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            pause = threading.Event()
-            while not list((folder / "runtime").glob(f"jpserver-{process.pid}.json")):
-                assert process.poll() is None, (folder / "log").read_text()
-                pause.wait(0.05)
-            (written,) = (folder / "runtime").glob(f"jpserver-{process.pid}.json")
-            until_listening(json.loads(written.read_text())["port"])
-            yield psutil.Process(process.pid)
-        finally:
-            process.terminate()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("proxy", [True, False])
 def test_a_running_jupyter_server_is_checked_for_the_proxy(tmp_path, monkeypatch, proxy):
     for name in ("RUNTIME", "CONFIG", "DATA"):
         monkeypatch.setenv(f"JUPYTER_{name}_DIR", str(tmp_path / name.lower()))
-    with jupyter_server(tmp_path, proxy=proxy) as server:
+    extensions = {"jupyter_server_proxy": proxy, "jupyterlab": False, "jupyter_lsp": False}
+    options = [f"--ServerApp.jpserver_extensions={name}={enabled}" for name, enabled in extensions.items()]
+    options += [f"--ServerApp.root_dir={tmp_path}", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"]
+    with jupyter_server(tmp_path, *options, "--ServerApp.terminals_enabled=False") as server:
         (finding,) = check_proxy(Settings(), answer_s=WAIT_S)
         assert f"(process {server.pid})" in finding.found
         assert finding.verdict == ("fine" if proxy else "note")

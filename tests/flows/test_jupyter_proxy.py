@@ -1,12 +1,8 @@
 """Tests with a real Jupyter server and jupyter-server-proxy, for a lab on the same machine and one in a kernel."""
 
-import contextlib
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from urllib.parse import urljoin
 
@@ -17,11 +13,10 @@ from websockets.sync.client import connect
 
 from lmx_lab import urls
 from lmx_lab.errors import UnreachableError
-from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import attach
 from tests.support.asking import ENDLESS, echo_body
+from tests.support.jupyter import jupyter_server
 from tests.support.labs import PACE, manager_of, serving, wait_until_idle
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -65,11 +60,8 @@ class Jupyter:
 def jupyter(tmp_path_factory):
     """Run a Jupyter server as on a Hub, with a base path and with a public host name that it does not know."""
     home = tmp_path_factory.mktemp("jupyter")
-    with bind("127.0.0.1", 0, explicit=True) as taken:
-        jupyter = Jupyter(port=taken.getsockname()[1])
     options = {
-        "ServerApp.port": jupyter.port,
-        "ServerApp.port_retries": 0,
+        "ServerApp.port": 0,
         "ServerApp.base_url": BASE,
         "ServerApp.root_dir": home,
         "ServerApp.allow_remote_access": True,
@@ -77,29 +69,10 @@ def jupyter(tmp_path_factory):
     }
     # Only the tested extension is enabled, because the others take seconds to start.
     config = {"ServerApp": {"jpserver_extensions": {"jupyterlab": False, "notebook_shim": False, "jupyter_lsp": False}}}
-    (home / "jupyter_server_config.json").write_text(json.dumps(config))
-    folders = {f"JUPYTER_{name}_DIR": str(home) for name in ("CONFIG", "DATA", "RUNTIME")}
-    command = [sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root"]
-    with (home / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [*command, *(f"--{name}={value}" for name, value in options.items())],
-            env=os.environ | folders,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        until(lambda: _answers(jupyter) or server.poll() is not None)
-        assert server.poll() is None, (home / "log").read_text()
-        yield jupyter
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _answers(jupyter):
-    with contextlib.suppress(httpx2.TransportError):
-        return httpx2.get(f"{jupyter.url}api").status_code == 200
-    return False
+    (home / "config").mkdir()
+    (home / "config" / "jupyter_server_config.json").write_text(json.dumps(config))
+    with jupyter_server(home, *(f"--{name}={value}" for name, value in options.items())) as server:
+        yield Jupyter(port=server.port)
 
 
 @pytest.fixture(scope="module")
