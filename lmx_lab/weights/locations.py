@@ -28,8 +28,9 @@ Location = TypeVar("Location", bound=ModelLocation)
 
 
 def store_location(path: Path, name: str) -> ModelLocation:
-    """Return the location of a model in the lab's own folder, whose folder there has this name. The formats of a starter
-    have the starter's id.
+    """Return the location of a model in the lab's own folder, whose folder there has this name.
+
+    The formats of a starter have the starter's id.
     """
     starter = find_starter(name)
     if starter is None:
