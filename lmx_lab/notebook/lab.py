@@ -357,7 +357,7 @@ class Lab:
     @property
     def requests(self) -> RequestList:
         """The recorded requests, oldest first: ``lab.requests[-1].replay()``, ``lab.requests.df``."""
-        return RequestList(self.server.recorder.store, self.backend)
+        return RequestList(self.server.records, self.backend)
 
     # Show
 

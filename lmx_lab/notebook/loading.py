@@ -64,7 +64,7 @@ class RunningChange(Generic[T]):
         self._loop = asyncio.get_running_loop()
         steps: Feed[ModelEvent] = Feed()
         self._steps = steps.subscribe()
-        self._unloading: ModelEvent | None = None
+        self.unloading: ModelEvent | None = None
         """The last event of the stage ``unloading``, until the model is unloaded."""
         self._loading: ModelEvent | None = None
         """The event of the stage ``load``, until it is returned."""
@@ -79,7 +79,7 @@ class RunningChange(Generic[T]):
         ``shown_s``.
         """
         while True:
-            limit_s = self._shown_s if self._loading is not None else 1.0 if self._unloading is not None else None
+            limit_s = self._shown_s if self._loading is not None else 1.0 if self.unloading is not None else None
             try:
                 step = await asyncio.wait_for(anext(self._steps), limit_s)
             except StopAsyncIteration:
@@ -88,24 +88,19 @@ class RunningChange(Generic[T]):
                 if (loading := self._loading) is not None:
                     self._loading = None
                     return loading
-                assert self._unloading is not None
-                step, state = self._unloading, self._unloading.unloading
+                assert self.unloading is not None
+                step, state = self.unloading, self.unloading.unloading
                 if state is not None and state.seconds_left is not None:
                     later = replace(state, seconds_left=max(0, state.seconds_left - 1))
                     step = replace(step, unloading=later)
             self._loading = None
-            if step.unloading is not None or self._unloading is not None:
-                self._unloading = step if step.unloading is not None else None
+            if step.unloading is not None or self.unloading is not None:
+                self.unloading = step if step.unloading is not None else None
                 return step
             if step.done_bytes is not None:
                 return step
             if step.stage == "load":
                 self._loading = step
-
-    @property
-    def unloading(self) -> ModelEvent | None:
-        """The last step if a model is being unloaded; None otherwise."""
-        return self._unloading
 
     async def cancel(self) -> None:
         """Cancel the work, and wait until it has ended."""

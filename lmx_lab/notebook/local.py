@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -25,7 +26,8 @@ from lmx_lab.engine.engines import engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
-from lmx_lab.instrument.recorder import RequestRecorder
+from lmx_lab.instrument.recorder import save_record
+from lmx_lab.instrument.store import RecordStore
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.portal import HostedLoop, LoopThread
 from lmx_lab.server import InferenceServer, create_server
@@ -58,6 +60,7 @@ from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import in_thread as in_disk_thread
+from lmx_lab.weights.fingerprint import known_content_digest
 from lmx_lab.weights.usage import disk_use, find_stored, remove_stored
 from lmx_lab.wire.admin import (
     KeepAnswer,
@@ -111,14 +114,15 @@ class LocalServer:
         self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
         if (announcement := self._new_announcement()) is not None:
             announcement.check()
-        self.recorder = RequestRecorder(settings.record_to if settings.record != "off" else None)
+        path = settings.record_to if settings.record != "off" else None
+        self.records = RecordStore(path) if path is not None else RecordStore.in_memory()
         try:
             self.services: InferenceServer = create_server(
-                manager=self.engine, policy=self._current_policy, save_record=self.recorder.save
+                manager=self.engine, policy=self._current_policy, save_record=partial(save_record, self.records)
             )
             """The services behind the routes."""
         except BaseException:
-            self.recorder.close()
+            self.records.close()
             raise
         self.daemon: LabDaemon | None = None
         """The daemon in front of this server, even after it was stopped."""
@@ -257,7 +261,7 @@ class LocalServer:
         if self.thread is not None:
             self.thread.stop()
         self.services.close()
-        self.recorder.close()
+        self.records.close()
         atexit.unregister(self._stop_at_exit)
         for callback in self._callbacks:
             callback()
@@ -525,7 +529,7 @@ class LocalBackend:
         return await self._services.inference.answer(generation_request(request))
 
     async def record(self, which: int | str = -1) -> Record | None:
-        store = self._server.recorder.store
+        store = self._server.records
         return await asyncio.to_thread(lambda: store.find(which) if isinstance(which, str) else store.at(which))
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> list[int]:
@@ -537,7 +541,7 @@ class LocalBackend:
 
     async def weights_of(self, model: str) -> str:
         entry = self._entry_of(model)
-        return "" if entry is None else await asyncio.to_thread(self._server.recorder.weights_of, entry)
+        return "" if entry is None else await asyncio.to_thread(known_content_digest, entry)
 
     def _entry_of(self, model: str) -> ModelEntry | None:
         models = self._services.manager.models

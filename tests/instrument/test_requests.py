@@ -391,7 +391,7 @@ def test_many_records_are_read_in_pages(tmp_path, monkeypatch):
 def test_a_full_disk_loses_records_but_no_request(tmp_path, caplog):
     with serving(tmp_path, "echo", record_to=tmp_path / "requests.db") as lab:
         lab.chat("one")
-        store = lab.server.recorder.store
+        store = lab.server.records
         pages = store._call(lambda: store._connection.execute("PRAGMA page_count").fetchone()[0])
         store._call(lambda: store._connection.execute(f"PRAGMA max_page_count = {pages + 1}").fetchone())
         long = "wide" * 3000
