@@ -293,8 +293,8 @@ def _has_key(scope: Scope, policy: GuardPolicy, key: str) -> bool:
     for header in headers.getlist("authorization"):
         kind, _, value = header.partition(" ")
         bearers.append(value.strip(" \t") if kind.lower() == "bearer" else "")
-    # Clients of the Messages format send the key in this header.
-    others = [value.strip(" \t") for value in headers.getlist("x-api-key")]
+    # Clients of the Messages format and of Azure's service send the key in these headers.
+    others = [value.strip(" \t") for name in ("x-api-key", "api-key") for value in headers.getlist(name)]
     if scope["type"] == "websocket" and scope["path"] in policy.query_key_paths:
         query = scope.get("query_string", b"").decode("latin-1")
         pairs = parse_qsl(query, keep_blank_values=True, encoding="latin-1")

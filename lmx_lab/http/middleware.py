@@ -7,6 +7,7 @@ allow them.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ from lmx_lab.http.guard import (
 
 VERSION = version("lmx-lab")
 CONTENT_POLICY_HEADER = b"content-security-policy"
+ABSOLUTE = re.compile(r"/?https?://(?P<host>[^/?#]*)(?P<path>.*)", re.DOTALL)
+"""The target of a request that a client sends as to a proxy."""
 FIXED_HEADERS = (
     (b"x-lmx-lab", VERSION.encode()),
     *((name.encode(), value.encode()) for name, value in RESPONSE_HEADERS),
@@ -140,6 +143,12 @@ class ResponseHeaders:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        if (target := ABSOLUTE.match(scope["path"])) is not None:
+            # RFC 9112, 3.2.2: the host of such a target replaces that of the header.
+            others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+            headers = [(b"host", target["host"].encode()), *others]
+            path = target["path"] or "/"
+            scope = {**scope, "headers": headers, "path": path, "raw_path": path.encode()}
         request_id = scope["lmx_lab.request_id"] = f"req_{secrets.token_hex(8)}"
         scope["lmx_lab.error_forms"] = self._error_forms
         id_header = (b"x-request-id", request_id.encode())

@@ -207,9 +207,13 @@ class OtherPaths(BaseRoute):
         await route.handle(scope, receive, send)
 
 
+DEPLOYMENT = re.compile("^/+openai/+deployments/+[^/]+(?=/)")
+"""The beginning of the paths of Azure's service, whose clients also send the name of the model in the body."""
+
+
 def similar_paths(path: str) -> Iterator[str]:
     """Yield other forms of a path: without empty parts, and with fewer prefixes or with ``/v1`` at the beginning."""
-    similar = re.sub("/+", "/", path).rstrip("/")
+    similar = re.sub("/+", "/", DEPLOYMENT.sub("", path)).rstrip("/")
     # Limited, because each path is compared with those of all routes.
     for _ in range(3):
         if not similar:

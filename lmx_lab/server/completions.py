@@ -8,18 +8,18 @@ import asyncio
 import codecs
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import Answer, TextPrompt, TokenPrompt
-from lmx_lab.errors import LabError
+from lmx_lab.engine import Answer, GenerationRequest, TextPrompt, TokenPrompt
+from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import Responses, event_stream
-from lmx_lab.http.streaming import DONE, comment, data_line
+from lmx_lab.http.streaming import DONE, comment, data_line, while_connected
 from lmx_lab.server.answers import AnswerRequest, respond
 from lmx_lab.server.chat import ChunkWriter, keep_prompts
 from lmx_lab.server.inference import InferenceService
@@ -28,19 +28,22 @@ from lmx_lab.server.translate import (
     chat_logprobs,
     completion_requests,
     json_text,
+    requested_model,
     timings,
     usage,
     wire_logprob,
 )
 from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
-from lmx_lab.wire.base import UNLIMITED
+from lmx_lab.wire.base import ANY_MODEL, UNLIMITED, read_biases
 from lmx_lab.wire.completions import (
+    PROMPT_LIMIT,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     LlamaCompletion,
     LlamaRequest,
+    mixed_shape_of,
     shape_of,
 )
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
@@ -102,11 +105,16 @@ def completion_routes(service: InferenceService) -> APIRouter:
         return await respond(service, request, wanted)
 
     async def complete(body: LlamaRequest, request: Request, *, infill: bool) -> Response:
+        body = await _with_tokens(service, body, request)
         converted, ignored = await asyncio.to_thread(body.converted, infill=infill)
         prompts = completion_requests(converted)
+        if body.n_predict == 0:
+            # One token, so that the prompt is computed and its KV cache is kept. The writer leaves it out.
+            prompts = [replace(prompt, max_tokens=1) for prompt in prompts]
         shape = {"is_list": shape_of(converted.prompt) in ("list[str]", "list[list]"), "logprobs": bool(body.n_probs)}
         most, sampling = prompts[0].max_tokens, asdict(prompts[0].sampling)
-        settings = {"n_predict": -1 if most == UNLIMITED else most, "stop": prompts[0].stop, **sampling}
+        limit = 0 if body.n_predict == 0 else -1 if most == UNLIMITED else most
+        settings = {"n_predict": limit, "stop": prompts[0].stop, **sampling}
         wanted = AnswerRequest(
             prompts=prompts,
             writer=lambda model, _: LlamaWriter(model, settings, **shape),
@@ -129,6 +137,41 @@ def completion_routes(service: InferenceService) -> APIRouter:
         return await complete(body, request, infill=True)
 
     return router
+
+
+async def _with_tokens(service: InferenceService, body: LlamaRequest, request: Request) -> LlamaRequest:
+    """Return the request with token ids in place of texts where ``/v1/completions`` accepts no texts."""
+    extra = body.model_extra or {}
+    model = requested_model(str(extra.get("model") or ANY_MODEL))
+
+    async def encode(text: str, *, special: bool) -> list[int]:
+        prompt = TextPrompt(text=text, special=special)
+        wanted = GenerationRequest(prompt=prompt, model=model, caller=service.caller_of(request))
+        return await while_connected(request, service.manager.encode(wanted))
+
+    async def encode_all(pieces: str | Sequence[int | str]) -> list[int]:
+        found: list[int] = []
+        for at, piece in enumerate([pieces] if isinstance(pieces, str) else pieces):
+            found += [piece] if isinstance(piece, int) else await encode(piece, special=at == 0)
+        return found
+
+    changed, shape, biases = dict[str, Any](), mixed_shape_of(body.prompt), read_biases(extra.get("logit_bias"))
+    if shape in ("pieces", "list[pieces]"):
+        given: list[Any] = [body.prompt] if shape == "pieces" else list(body.prompt)
+        texts = sum(isinstance(piece, str) for each in given for piece in each)
+        if texts > PROMPT_LIMIT:
+            raise InvalidRequestError(
+                f"prompt has {texts:,} texts between token ids, the limit is {PROMPT_LIMIT:,}; join them",
+                param="prompt",
+            )
+        tokens = [await encode_all(each) for each in given]
+        changed["prompt"] = tokens[0] if shape == "pieces" else tokens
+    if isinstance(biases, dict) and len(biases) <= PROMPT_LIMIT:
+        changed["logit_bias"] = {}
+        for name, bias in biases.items():
+            named = [name] if name.isdigit() else await encode(name, special=False)
+            changed["logit_bias"] |= dict.fromkeys(map(str, named), bias)
+    return body.model_copy(update=changed)
 
 
 def _echo(text: str, answer: Answer) -> Delta:
@@ -214,6 +257,8 @@ class LlamaWriter:
         yield from ()
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
+        if self._settings["n_predict"] == 0:
+            return
         self._counts[index][1] += delta.tokens
         if delta.text or delta.ids or delta.logprobs:
             prompt, predicted = self._counts[index]
@@ -240,26 +285,34 @@ class LlamaWriter:
         if self._logprobs:
             shown = [each for each in delta.logprobs if not each.ends]
             entries = zip(shown, chat_logprobs(shown), strict=True)
-            fields["completion_probabilities"] = [{"id": each.token, **entry} for each, entry in entries]
+            fields["completion_probabilities"] = [_with_ids(each, entry) for each, entry in entries]
         if "\n" in delta.text:
             self._with_new_line.add(index)
         return LlamaCompletion(index=index, content=delta.text, tokens=list(delta.ids), id_slot=-1, **fields)
 
     def _last(self, index: int, delta: Delta, report: GenerationReport) -> LlamaCompletion:
-        word, part = report.stop_sequence, self._part(index, delta, stop=True, tokens_predicted=0, tokens_evaluated=0)
+        predicted, word = report.output_tokens, report.stop_sequence
+        if self._settings["n_predict"] == 0:
+            delta, predicted, word = Delta(text="", tokens=0), 0, None
+        part = self._part(index, delta, stop=True, tokens_predicted=0, tokens_evaluated=0)
         fields = dict[str, Any](
-            tokens_predicted=report.output_tokens,
+            tokens_predicted=predicted,
             tokens_evaluated=report.prompt_tokens,
             model=self._model,
-            stop_type="word" if word else "limit" if report.finish_reason == "length" else "eos",
+            stop_type="word" if word else "limit" if report.finish_reason == "length" or not predicted else "eos",
             stopping_word=word or "",
-            tokens_cached=report.prompt_tokens + report.output_tokens,
+            tokens_cached=report.prompt_tokens + predicted,
             truncated=False,
             has_new_line=index in self._with_new_line,
             generation_settings=self._settings,
             timings=timings([[report]]),
         )
         return part.model_copy(update=fields)
+
+
+def _with_ids(token: TokenLogprob, entry: dict[str, Any]) -> dict[str, Any]:
+    others = zip(token.top, entry["top_logprobs"], strict=True)
+    return {"id": token.token, **entry, "top_logprobs": [{"id": other.token, **shown} for other, shown in others]}
 
 
 class LogprobsWriter:

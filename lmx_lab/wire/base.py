@@ -71,7 +71,20 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenKey = Annotated[str, AfterValidator(_check_token_id)]
-Biases = TypeAliasType("Biases", Annotated[dict[TokenKey, Bias], FailFast(), Field(max_length=1024)])
+
+
+def read_biases(given: Any) -> Any:
+    """Return an object of biases also for llama.cpp's list of pairs. False, which excludes a token, is -100."""
+    is_list = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
+    pairs = {str(token): bias for token, bias in given} if is_list else given
+    if not isinstance(pairs, dict):
+        return given
+    return {token: -100 if bias is False else bias for token, bias in pairs.items()}
+
+
+Biases = TypeAliasType(
+    "Biases", Annotated[dict[TokenKey, Bias], FailFast(), Field(max_length=1024), BeforeValidator(read_biases)]
+)
 NamedTokens = TypeAliasType(
     "NamedTokens",
     Annotated[list[Annotated[int, Field(ge=0)] | Stop], FailFast(), Field(max_length=64)],

@@ -60,6 +60,37 @@ Prompt = Annotated[
 ]
 
 
+Piece = Annotated[int, Field(ge=0, strict=True)] | str
+Pieces = TypeAliasType("Pieces", Annotated[list[Piece], FailFast(), Field(min_length=1, max_length=ITEM_LIMIT)])
+PieceLists = TypeAliasType(
+    "PieceLists", Annotated[list[Pieces | str], FailFast(), Field(min_length=1, max_length=PROMPT_LIMIT)]
+)
+
+
+def mixed_shape_of(prompt: Any) -> str | None:
+    """Return the tag of a prompt's type as ``shape_of``, also for texts and token ids in one list."""
+    if not isinstance(prompt, list):
+        return shape_of(prompt)
+    kinds = set(map(type, prompt))
+    is_mixed = len(kinds) > 1 or any(isinstance(each, list) and len(set(map(type, each))) > 1 for each in prompt)
+    return shape_of(prompt) if not is_mixed else "list[pieces]" if list in kinds else "pieces"
+
+
+LlamaPrompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[Texts, Tag("list[str]")]
+    | Annotated[TokenIds, Tag("list[int]")]
+    | Annotated[TokenLists, Tag("list[list]")]
+    | Annotated[Pieces, Tag("pieces")]
+    | Annotated[PieceLists, Tag("list[pieces]")],
+    Discriminator(
+        mixed_shape_of,
+        custom_error_type="shape_of_texts",
+        custom_error_message="must be a text, the token ids and texts of one prompt, or a list of such prompts",
+    ),
+]
+
+
 class CompletionRequest(CompatibleFields):
     """The body of POST /v1/completions."""
 
@@ -156,6 +187,16 @@ class Completion(AnswerHead):
     """Timings of all choices, as in ``ChatCompletion``, or of the choice that ends with this chunk."""
 
 
+class ExtraText(LenientModel):
+    """A text from elsewhere, such as another file."""
+
+    filename: str | None = None
+    text: str
+
+
+ExtraTexts = TypeAliasType("ExtraTexts", Annotated[list[ExtraText], FailFast(), Field(max_length=PROMPT_LIMIT)])
+
+
 class LlamaRequest(LenientModel):
     """The body of llama.cpp's ``POST /completion`` and ``/infill``.
 
@@ -164,15 +205,20 @@ class LlamaRequest(LenientModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "The sea is", "n_predict": 16}]})
 
-    prompt: Prompt = ""
-    """As in ``CompletionRequest``; for ``/infill`` the beginning of the text in the gap."""
+    prompt: LlamaPrompt = ""
+    """As in ``CompletionRequest``, also with texts and token ids in one prompt. For ``/infill``, the beginning of the
+    text in the gap."""
     stream: bool | None = False
+    n_predict: Annotated[int, Field(ge=-2), WHOLE] | None = None
+    """Maximum number of tokens; -1 and -2 set no limit, and with 0 the prompt is only computed."""
     n_probs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns no log-probabilities."""
     input_prefix: str = ""
     """The text before the gap, for ``/infill``."""
     input_suffix: str = ""
     """The text after the gap, for ``/infill``."""
+    input_extra: ExtraTexts | None = None
+    """Texts that the model reads before the gap, for ``/infill``."""
 
     def converted(self, *, infill: bool) -> tuple[CompletionRequest, list[str]]:
         """Return the request in the completions format, and the names of the fields that have no effect.
@@ -186,10 +232,12 @@ class LlamaRequest(LenientModel):
         defaults = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
         if infill and not isinstance(self.prompt, str):
             raise InvalidRequestError("prompt must be a text with which the gap begins; send a string", param="prompt")
-        gap = {"prompt": f"{self.input_prefix}{self.prompt}", "suffix": self.input_suffix}
+        # As llama.cpp writes them for models without tokens for several files.
+        extra = "".join(f"\n\n--- snippet ---\n\n{each.text}" for each in self.input_extra or ())
+        gap = {"prompt": f"{extra}{self.input_prefix}{self.prompt}", "suffix": self.input_suffix}
         own = {"stream": self.stream, "logprobs": self.n_probs or None, **(gap if infill else {"prompt": self.prompt})}
-        if not {"max_tokens", "max_completion_tokens", "n_predict"} & known.keys():
-            defaults["n_predict"] = -1
+        if self.n_predict is not None or not {"max_tokens", "max_completion_tokens"} & known.keys():
+            own["n_predict"] = max(self.n_predict or -1, -1)
         body = validated(CompletionRequest, {**defaults, **known, **own})
         return body, [*(name for name in given if name not in known), *body.ignored()]
 

@@ -320,6 +320,8 @@ class ResponsesRequest(LenientModel):
     background: bool | None = None
     """Whether to answer immediately and generate the response afterwards. It is then read with GET."""
     stream: bool | None = None
+    generate: bool | None = None
+    """False only computes the prompt, for the prefix cache. The response has no output, and can be continued."""
     metadata: ResponseMetadata | None = None
     """Returned with the response."""
 
@@ -367,7 +369,6 @@ class ResponseCreate(ResponsesRequest):
     """A message of a client over the WebSocket ``/v1/responses``."""
 
     type: Literal["response.create"]
-    generate: Annotated[Any, Neutral("responses without an answer", (True,))] = None
     background: Annotated[Any, Neutral("responses in the background over a WebSocket", (False,))] = None
 
 

@@ -267,6 +267,7 @@ def test_the_answer_of_llama_cpp_has_its_members(http):
     entries = answer["completion_probabilities"]
     assert [entry["id"] for entry in entries] == answer["tokens"]
     assert [entry["top_logprobs"][0]["token"] for entry in entries] == ["hel", "lo"]
+    assert [entry["top_logprobs"][0]["id"] for entry in entries] == answer["tokens"]
 
 
 def test_llama_cpp_answers_several_prompts_with_a_list(http):
@@ -283,11 +284,59 @@ def test_llama_cpp_answers_several_prompts_with_a_list(http):
         assert "".join(part["content"] for part in parts if part["index"] == index) == prompt
 
 
+def tokens_of(http, text):
+    return http.post("/tokenize", json={"content": text}).json()["tokens"]
+
+
+def test_llama_cpp_reads_biases_as_pairs_of_tokens_or_texts(http):
+    (the, *_) = tokens_of(http, "The sea")
+    excluding = [{str(the): False}, [[the, False]], [[the, -100.0]], [["The", False]], {"The": -100}]
+    for biases in ([], [[the, 5]], [["zebra", False]], *excluding):
+        answer = http.post("/completion", json={"prompt": "The sea", "n_predict": 5, "logit_bias": biases}).json()
+        assert (answer["tokens"][0] == the) == (biases not in excluding), biases
+    body = {"prompt": "The sea", "max_tokens": 1, "logit_bias": [[the, False]]}
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] != "The"
+    for biases in ([5], [[the]], [[the, True]], [[the, 101]], [[10**9, 1]], "The"):
+        error = error_of(http.post("/completion", json={"prompt": "a", "logit_bias": biases}), 400, "invalid-request")
+        assert error["param"].startswith("logit_bias")
+
+
+@pytest.mark.parametrize("path", ["/completion", "/infill"])
+def test_llama_cpp_computes_a_prompt_without_an_answer(http, path):
+    body = {"prompt": f"{path} is a long prompt", "input_suffix": "!", "n_predict": 0}
+    answer = http.post(path, json=body).json()
+    assert (answer["content"], answer["tokens"], answer["tokens_predicted"]) == ("", [], 0)
+    assert (answer["stop_type"], answer["generation_settings"]["n_predict"]) == ("limit", 0)
+    assert len(events(http.post(path, json={**body, "stream": True}).text)) == 1
+    assert http.post(path, json={**body, "n_predict": 1}).json()["timings"]["cache_n"] > 1
+    assert http.post(path, json={**body, "n_predict": -2}).json()["stop_type"] == "eos"
+
+
+def test_a_prompt_of_llama_cpp_consists_of_texts_and_token_ids(http):
+    one, two = tokens_of(http, "one"), tokens_of(http, "two")
+    for prompt in (["one", *two], [*one, "two"], [*one, "tw", *tokens_of(http, "o")]):
+        answer = http.post("/completion", json={"prompt": prompt}).json()
+        assert (answer["content"], answer["index"]) == ("onetwo", 0)
+    for prompts in ([one, "two"], ["one", two], [one, two]):
+        answers = http.post("/completion", json={"prompt": prompts}).json()
+        assert [answer["content"] for answer in answers] == ["one", "two"]
+    answers = http.post("/completion", json={"prompt": [["one", *two], "two"]}).json()
+    assert [answer["content"] for answer in answers] == ["onetwo", "two"]
+    for prompt in ([[5], [True]], ["a", 5] * 1025, {}, [["a", -1]]):
+        error = error_of(http.post("/completion", json={"prompt": prompt}), 400, "invalid-request")
+        assert error["param"].startswith("prompt")
+
+
 def test_infill_fills_the_gap_between_two_texts(http):
     fields = {"input_prefix": "def f(", "input_suffix": "): pass", "prompt": "x", "n_predict": 8}
     gap = http.post("/v1/completions", json={"prompt": "def f(x", "suffix": "): pass", "max_tokens": 8})
     assert http.post("/infill", json=fields).json()["content"] == gap.json()["choices"][0]["text"]
-    for wrong in ({"n_predict": "many"}, {"prompt": [1, 2]}):
+    extra = [{"filename": "a.py", "text": "import x\n"}, {"text": "y"}]
+    read = "\n\n--- snippet ---\n\nimport x\n\n\n--- snippet ---\n\ny"
+    with_extra = http.post("/infill", json={**fields, "input_extra": extra}).json()
+    same = http.post("/infill", json={**fields, "input_prefix": f"{read}def f("}).json()
+    assert (with_extra["content"], with_extra["tokens_evaluated"]) == (same["content"], same["tokens_evaluated"])
+    for wrong in ({"n_predict": "many"}, {"prompt": [1, 2]}, {"input_extra": [{"filename": "a"}]}):
         error_of(http.post("/infill", json={**fields, **wrong}), 400, "invalid-request")
 
 

@@ -281,6 +281,20 @@ def test_a_stored_response_is_continued_over_http_and_on_other_connections(http,
     assert http.post(PATH, json=body).status_code == 200
 
 
+def test_a_response_without_an_answer_is_continued(http, connected):
+    client = connected()
+    warmed = events_of(client, create(input="The word is cobalt.", generate=False, store=False))
+    assert not [event["type"] for event in warmed if "output" in event["type"]]
+    first = warmed[-1]["response"]
+    assert (warmed[-1]["type"], first["status"], first["output"]) == ("response.completed", "completed", [])
+    fields = create(input="And now?", previous_response_id=first["id"], store=False)
+    second = events_of(client, fields)[-1]["response"]
+    assert second["output"][0]["content"][0]["text"] == "The word is cobalt.\n\nAnd now?"
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    whole = http.post(PATH, json={"input": "hello", "generate": False}).json()
+    assert (whole["status"], whole["output"]) == ("completed", [])
+
+
 def test_a_request_that_fails_ends_the_chain_that_it_continues(connected):
     client = connected()
     first = events_of(client, create(input="The word is ember.", store=False))[-1]["response"]["id"]
@@ -312,7 +326,6 @@ def test_a_prompt_that_is_too_long_fails_as_in_other_streams(connected):
         ({"input": "a"}, "type"),
         (create(), "input"),
         (create(input="a", background=True), "background"),
-        (create(input="a", generate=False), "generate"),
         (create(input="a", temperature=3), "temperature"),
     ],
 )

@@ -124,6 +124,14 @@ def test_the_key_is_accepted(header):
     check(scope(authorization=header), KEYED)
 
 
+@pytest.mark.parametrize("name", ["x_api_key", "api_key"])
+def test_the_key_is_accepted_in_the_headers_of_other_services(name):
+    check(scope(**{name: "s3cret"}), KEYED)
+    for wrong in ({name: "wrong"}, {"api_key": "s3cret", "x_api_key": "s3cret"}):
+        with pytest.raises(UnauthorizedError):
+            check(scope(**wrong), KEYED)
+
+
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer ", "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret x", "Bearer \xff"]
 )

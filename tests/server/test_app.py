@@ -1,6 +1,7 @@
 """Requests at other paths than those of the routes, and without a Content-Type, as many clients send them."""
 
 import json
+import socket
 
 import httpx2
 import pytest
@@ -24,7 +25,12 @@ def http(lab):
 
 
 CHAT = ["/chat/completions", "/openai/v1/chat/completions", "/openai/chat/completions", "/v1/v1/chat/completions"]
-CHAT += ["/v1/chat/completions/", "//v1//chat/completions", "/api/v1/chat/completions"]
+CHAT += [
+    "/openai/deployments/echo/chat/completions?api-version=2024-10-21",
+    "/v1/chat/completions/",
+    "//v1//chat/completions",
+    "/api/v1/chat/completions",
+]
 
 
 @pytest.mark.parametrize("path", CHAT)
@@ -45,6 +51,25 @@ def test_other_routes_are_found_too(http, path):
 def test_an_error_has_the_form_of_the_route_that_answers(http):
     assert http.post("/messages", json={"max_tokens": 0}).json()["type"] == "error"
     assert http.get("/chat/completions").headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://{host}/v1/models", 200),
+        ("https://{host}/v1/models?limit=1", 200),
+        ("http://{host}", 200),
+        ("http://{host}/none", 404),
+        # RFC 9112, 3.2.2: the host of the target counts, and not that of the header.
+        ("http://other.example/v1/models", 421),
+        ("http:///v1/models", 421),
+    ],
+)
+def test_a_target_may_be_a_whole_url(lab, target, status):
+    host = f"127.0.0.1:{lab.server.port}"
+    with socket.create_connection(("127.0.0.1", lab.server.port)) as connection:
+        connection.sendall(f"GET {target.format(host=host)} HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+        assert int(connection.recv(12).split()[1]) == status
 
 
 def test_a_websocket_is_found_at_another_path(lab):

@@ -224,6 +224,9 @@ async def answer_request(
     with NAMES.in_errors():
         prepared = await asyncio.to_thread(_prepare, body, earlier, keep=store is not None)
         prompt = generation_request(prepared.request.chat)
+    if body.generate is False:
+        # One token, so that the prompt is computed. The writer leaves it out.
+        prompt = replace(prompt, max_tokens=1)
     in_background = bool(body.background) and not body.stream
 
     def save(writer: ResponseWriter, text: str) -> None:

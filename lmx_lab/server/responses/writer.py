@@ -173,6 +173,8 @@ class ResponseWriter:
         return self._response("response.in_progress", self.body()) if self.status == "in_progress" else comment("")
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
+        if not self._request.generates:
+            return
         if delta.reasoning:
             yield from self._begin("reasoning")
             yield self._piece(delta.reasoning)
@@ -199,9 +201,10 @@ class ResponseWriter:
                 yield self._piece(call.arguments)
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
-        if not self._items:
+        if not self._items and self._request.generates:
             yield from self._begin("message")
-        self.status = "incomplete" if report.finish_reason == "length" else "completed"
+        is_cut = report.finish_reason == "length" and self._request.generates
+        self.status = "incomplete" if is_cut else "completed"
         yield from self._end_item(self.status)
         self._usage = _usage(report)
 
