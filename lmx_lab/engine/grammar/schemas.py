@@ -6,8 +6,11 @@ Generators of schemas write keywords that restrict nothing, and some that no gra
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from lmx_lab.engine.grammar.json_lark import (
@@ -183,42 +186,49 @@ def _endless(schema: Any) -> tuple[str, ...] | None:
 
     A definition that is not used may be one.
     """
-    places = list(subschemas(schema))
-    known, ending = {id(part) for _, part in places}, set[int]()
+    places = [(path, part) for path, part in subschemas(schema) if isinstance(part, dict)]
+    conditions = {id(part): _conditions(part, schema) for _, part in places}
+    users: dict[int, list[int]] = {}
+    """The schemas that have to be considered again when a schema is found to end."""
+    for user, groups in conditions.items():
+        for part in chain.from_iterable(groups):
+            users.setdefault(id(part), []).append(user)
+    ending, queue = set[int](), deque(conditions)
 
     def ends(part: Any) -> bool:
-        return not isinstance(part, dict) or id(part) in ending or id(part) not in known
+        # References to other places are not followed.
+        return id(part) in ending or id(part) not in conditions
 
-    def can_end(part: dict[str, Any]) -> bool:
-        try:
-            needed = [find(part["$ref"], schema)] if "$ref" in part else []
-        except UntranslatableError:
-            needed = []
-        needed += part["allOf"] if isinstance(part.get("allOf"), list) else []
-        options = [part[key] for key in ("anyOf", "oneOf") if isinstance(part.get(key), list) and part[key]]
-        types = part.get("type", "object" if "properties" in part else "array")
-        named, required = part.get("properties"), part.get("required")
-        if types in ("object", ["object"]) and isinstance(named, dict) and isinstance(required, list):
-            needed += [named[name] for name in required if isinstance(name, str) and name in named]
-        first, least = part.get("prefixItems", []), part.get("minItems", 0)
-        if types in ("array", ["array"]) and isinstance(first, list) and isinstance(least, int):
-            needed += first[:least] if least <= len(first) else [*first, part.get("items")]
-        is_known = "const" in part or "enum" in part
-        return is_known or (all(map(ends, needed)) and all(any(map(ends, each)) for each in options))
+    while queue:
+        part_id = queue.popleft()
+        if part_id not in ending and all(any(map(ends, group)) for group in conditions[part_id]):
+            ending.add(part_id)
+            queue.extend(users.get(part_id, ()))
+    endless = [path for path, part in places if id(part) not in ending]
+    is_used = any(not path or path[0] not in DEFINITIONS for path in endless)
+    return endless[0] if is_used else None
 
-    left, found, steps = [(path, part) for path, part in places if isinstance(part, dict)], True, 200_000
-    while found:
-        steps -= len(left)
-        if steps < 0:
-            return None
-        found = False
-        for _, part in left:
-            if can_end(part):
-                ending.add(id(part))
-                found = True
-        left = [(path, part) for path, part in left if id(part) not in ending]
-    is_used = any(not path or path[0] not in DEFINITIONS for path, _ in left)
-    return left[0][0] if is_used else None
+
+def _conditions(schema: dict[str, Any], root: Any) -> list[list[Any]]:
+    """Return groups of schemas: each value contains, or is, a value of at least one schema of each group."""
+    if "const" in schema or "enum" in schema:
+        return []
+    needed: list[Any] = []
+    if "$ref" in schema:
+        with suppress(UntranslatableError):
+            needed.append(find(schema["$ref"], root))
+    needed += schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+    types = schema.get("type", "object" if {"properties", "required"} & schema.keys() else "array")
+    named, required = schema.get("properties", {}), schema.get("required", [])
+    if types in ("object", ["object"]) and isinstance(named, dict) and isinstance(required, list):
+        others = schema.get("additionalProperties")
+        needed += [named.get(name, others) for name in required if isinstance(name, str)]
+        needed += [others] if not named and _is_above(schema.get("minProperties"), 0) else []
+    first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
+    if types in ("array", ["array"]) and isinstance(first, list) and isinstance(least, int):
+        needed += first[:least] if least <= len(first) else [*first, schema.get("items")]
+    options = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) and schema[key]]
+    return [*([each] for each in needed), *options]
 
 
 def shown_path(path: Sequence[str]) -> str:

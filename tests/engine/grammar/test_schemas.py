@@ -203,6 +203,8 @@ A = {"$ref": "#/$defs/a"}
         (closed(n={"allOf": [{"type": "object"}, {"$ref": "#"}]}), "properties.n.allOf.1"),
         ({**A, "$defs": {"a": closed(b={"$ref": "#/$defs/b"}), "b": closed(a=A)}}, "$defs.a.properties.b"),
         ({"properties": {"x": A}, "$defs": {"a": closed(a=A)}}, "$defs.a.properties.a"),
+        ({"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["x"]}, "additionalProperties"),
+        ({"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}, "additionalProperties"),
     ],
 )
 def test_a_schema_that_no_value_ends_is_refused(schema, place):
@@ -216,6 +218,7 @@ def test_a_schema_that_no_value_ends_is_refused(schema, place):
         {**closed(n={"$ref": "#"}), "required": []},
         closed(n={"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
         closed(n={"type": "array", "items": {"$ref": "#"}}),
+        {"type": "object", "additionalProperties": {"$ref": "#"}},
         {**closed(n={"$ref": "#"}), "type": ["object", "null"]},
         {"type": "integer", "$defs": {"a": A}},
         {"$ref": "#/$defs/k0", "$defs": {f"k{at}": {"$ref": f"#/$defs/k{at + 1}"} for at in range(300)} | {"k300": {}}},
