@@ -151,7 +151,7 @@ def _body_with_calls(lark: _Lark, tools: ToolUse, markers: Mapping[str, Marker],
         if tools.only in (None, tool.name):
             names.append(f"call_{at}")
             begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
-            lark.rules.append(f'call_{at}: {_literal(begin)} @call_{at}_arguments "}}"')
+            lark.rules.append(f'call_{at}: {json_lark.literal(begin)} @call_{at}_arguments "}}"')
             schema, what = {"type": "object", **tool.parameters}, f"the parameters of the tool {tool.name!r}"
             try:
                 schema = _enforceable(schema, what, f"tools.{at}.function.parameters", strict=tool.strict)
@@ -182,8 +182,4 @@ def _add_until(lark: _Lark, name: str, marker: Marker) -> None:
 
 
 def _marker_rule(marker: Marker) -> str:
-    return " ".join(f"<[{part}]>" if isinstance(part, int) else _literal(part) for part in marker)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return " ".join(f"<[{part}]>" if isinstance(part, int) else json_lark.literal(part) for part in marker)

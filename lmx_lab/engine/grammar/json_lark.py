@@ -80,7 +80,7 @@ def to_lark(schema: Any, spacing: Spacing) -> str | None:
         start = translation.value(schema)
     except (UntranslatableError, RecursionError):
         return None
-    head = [f"comma: {_literal(spacing.comma)}", f"colon: {_literal(spacing.colon)}", f"start: {start}"]
+    head = [f"comma: {literal(spacing.comma)}", f"colon: {literal(spacing.colon)}", f"start: {start}"]
     return "\n".join(filter(None, [spacing.preamble, *head, *translation.rules]))
 
 
@@ -190,7 +190,7 @@ class _Translation:
             pair = self._rule(f"{key} colon {self.value(others)}")
             after, begin = f"(comma {pair})*", f"({pair} (comma {pair})*)?"
         for name, part in reversed(known.items()):
-            item = f"{_literal(json.dumps(name, ensure_ascii=False))} colon {self.value(part)}"
+            item = f"{literal(json.dumps(name, ensure_ascii=False))} colon {self.value(part)}"
             if name in required:
                 after, begin = f"comma {item} {after}", f"{item} {after}"
                 continue
@@ -208,7 +208,7 @@ class _Translation:
         if isinstance(value, dict):
             named = {name: {"const": part} for name, part in value.items()}
             return self._object({"properties": named, "required": [*value], "additionalProperties": False})
-        return _literal(json.dumps(value, ensure_ascii=False))
+        return literal(json.dumps(value, ensure_ascii=False))
 
     def _any(self) -> str:
         if "any" not in self._names:
@@ -274,7 +274,10 @@ def _mark(option: Any, root: Any) -> tuple[set[str], dict[str, set[str]]]:
     """Return the types of an option, and the possible values of the properties that it requires."""
     for _ in range(8):
         if isinstance(option, dict) and ALL_KEYWORDS & option.keys() == {"$ref"}:
-            option = find(option["$ref"], root)
+            try:
+                option = find(option["$ref"], root)
+            except UntranslatableError:
+                return set(KEYWORDS), {}
     types = _types(option) if isinstance(option, dict) else None
     if not types:
         return set(KEYWORDS), {}
@@ -429,5 +432,6 @@ def _repeated(text: str, low: int, high: int | None) -> str:
     return f"{text}{{{low},{high}}}" if high else ""
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """Return a text as Lark and JSON write it."""
     return json.dumps(text, ensure_ascii=False)

@@ -400,7 +400,7 @@ def _relax(schema: dict[str, Any], root: Any, names: list[str]) -> dict[str, Any
     if isinstance(pattern := kept.get("pattern"), str) and UNENFORCEABLE_PATTERN.search(pattern.replace(r"\\", "")):
         removed.append("pattern")
         del kept["pattern"]
-    if isinstance(options := kept.get("oneOf"), list) and "anyOf" not in kept and not _is_choice(options, root):
+    if isinstance(options := kept.get("oneOf"), list) and "anyOf" not in kept and not are_disjoint(options, root):
         removed.append("oneOf")
         kept["anyOf"] = kept.pop("oneOf")
     if ("pattern" in kept or kept.get("format") in KNOWN_FORMATS) and _is_above(kept.get("minLength"), LEAST_LENGTH):
@@ -445,13 +445,6 @@ def _overlap(patterns: Sequence[str]) -> bool:
     ) or any(
         other[1:].startswith(beginning) for beginning in beginnings for other in patterns if other[1:] != beginning
     )
-
-
-def _is_choice(options: list[Any], root: Any) -> bool:
-    try:
-        return are_disjoint(options, root)
-    except UntranslatableError:
-        return False
 
 
 def _can_be_closed(schema: dict[str, Any]) -> bool:
