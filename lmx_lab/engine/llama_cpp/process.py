@@ -134,12 +134,12 @@ class LlamaProcess:
         environ: Mapping[str, str],
         max_bytes: int,
         free_bytes: Callable[[], int] = free_bytes,
-        program: Sequence[str] = (str(SCRIPT),),
+        program: Sequence[str] = (),
     ) -> LlamaProcess:
         """Start a process and load a model in it; return the process when it answers requests.
 
         Args:
-            program: The script of the process, or ``-m`` and the name of a module.
+            program: ``-m`` and the name of a module; by default the script of a server.
             fields: Fields of ``CommonParams``, by name.
             environ: Variables to add to the environment.
             free_bytes: Returns how much memory the machine still has. A load is ended if other programs take it.
@@ -163,7 +163,7 @@ class LlamaProcess:
             ) from exc
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", *program, str(folder), str(os.getpid()),
+                sys.executable, "-P", *(program or [str(SCRIPT)]), str(folder), str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 env=without_secrets(os.environ) | dict(environ),
                 # Ctrl-C in a terminal must not reach the new process, which ends when its input is closed.
