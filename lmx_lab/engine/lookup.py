@@ -92,7 +92,7 @@ class InMemory:
         models = self.models
         entries = [model.entry for model in models]
         entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
-        return next((model for model in models if model.entry is entry), None)
+        return models[entries.index(entry)] if entry is not None else None
 
     @property
     def present_main(self) -> Model | None:

@@ -22,12 +22,12 @@ from lmx_lab.engine import Answer, Caller, GenerationRequest
 from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import LabError
 from lmx_lab.http.errors import detail_for
-from lmx_lab.http.streaming import EventStream, while_connected
+from lmx_lab.http.streaming import EventStream, comment, data_line, while_connected
 from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.translate import unenforced_keywords
 from lmx_lab.values.outputs import Delta, GenerationReport, merge_deltas
-from lmx_lab.wire.errors import ErrorDetail
+from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +48,8 @@ class StreamWriter(Protocol):
     """
 
     def begin(self, index: int, prompt_tokens: int) -> Iterable[str]:
-        """Return what comes before the first delta of a choice."""
+        """Return what comes before the first delta of a choice; by default nothing."""
+        return ()
 
     def delta(self, index: int, delta: Delta) -> Iterable[str]:
         """Return a part of a choice."""
@@ -57,11 +58,12 @@ class StreamWriter(Protocol):
         """Return what comes after the last delta of a choice."""
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterable[str]:
-        """Return the end of the stream.
+        """Return the end of the stream; by default nothing.
 
         Args:
             reports: The reports of the choices of each prompt.
         """
+        return ()
 
     def error(self, error: LabError, detail: ErrorDetail) -> Iterable[str]:
         """Return the end of a stream that has failed after its first byte."""
@@ -70,15 +72,19 @@ class StreamWriter(Protocol):
 class AnswerWriter(StreamWriter, Protocol):
     """Writes one answer as the response to an HTTP request."""
 
-    media_type: str
+    media_type: str = "text/event-stream"
     """Type of the stream."""
 
+    def error(self, error: LabError, detail: ErrorDetail) -> Iterable[str]:
+        return [data_line(ErrorBody(error=detail).model_dump_json())]
+
     def keep_alive(self, status: str) -> str:
-        """Return what is sent while there is nothing to write.
+        """Return what is sent while there is nothing to write; by default a comment.
 
         Args:
             status: The state of the request, such as ``queued`` or ``prompt 512/7000 tokens``.
         """
+        return comment(status)
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
         """Return the body of a complete answer.
@@ -148,6 +154,11 @@ def answer_headers(service: InferenceService, caller: Caller, wanted: AnswerRequ
     """Return the headers that describe how a request is treated."""
     keywords = map(wanted.names.renamed, unenforced_keywords(wanted.prompts[0]))
     return {**ignored_header([*wanted.ignored, *keywords]), **service.recording.answer_headers(own=bool(caller.own))}
+
+
+def json_response(content: str | bytes, ignored: Iterable[str] = ()) -> Response:
+    """Return a response with JSON, and with a header that names the ignored fields of the request."""
+    return Response(content, media_type="application/json", headers=ignored_header(ignored))
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:

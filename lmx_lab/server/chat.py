@@ -5,18 +5,17 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Answer
-from lmx_lab.errors import LabError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import event_stream
-from lmx_lab.http.streaming import DONE, comment, data_line
-from lmx_lab.server.answers import AnswerRequest, respond
+from lmx_lab.http.streaming import DONE, data_line
+from lmx_lab.server.answers import AnswerRequest, AnswerWriter, respond
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
 from lmx_lab.server.translate import (
@@ -29,7 +28,7 @@ from lmx_lab.server.translate import (
 )
 from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, merge_tool_calls
 from lmx_lab.wire.chat import AnswerMessage, ChatChunk, ChatCompletion, ChatRequest, Choice, ChoiceLogprobs
-from lmx_lab.wire.errors import ErrorBody, ErrorDetail
+from lmx_lab.wire.errors import ErrorBody
 from lmx_lab.wire.tools import AnswerFunction, AnswerToolCall
 
 
@@ -80,7 +79,7 @@ def keep_prompts(
     return reader
 
 
-class ChunkWriter:
+class ChunkWriter(AnswerWriter):
     """Writes what the chunks of the chat and of the completions format have in common.
 
     Chunks are written as text around the parts that change, because building and dumping a pydantic model for every
@@ -94,7 +93,6 @@ class ChunkWriter:
             all tokens; see ``keep_prompts``.
     """
 
-    media_type = "text/event-stream"
     id_prefix: ClassVar[str]
     object: ClassVar[str]
     """Value of the chunks' field ``object``."""
@@ -128,20 +126,10 @@ class ChunkWriter:
         """Return the member of a chunk with the ids of the tokens since the last one, if they are requested."""
         return "" if self._prompts is None else f',"token_ids":{json_text(self._ids.pop(index, []))}'
 
-    def begin(self, index: int, prompt_tokens: int) -> Iterable[str]:
-        # Clients measure the time to the first token with the first chunk, so that chunk waits for the token.
-        return ()
-
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
             yield data_line(f'{self._head}],"usage":{usage(reports).model_dump_json()}}}')
         yield data_line(DONE)
-
-    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
-        yield data_line(ErrorBody(error=detail).model_dump_json())
-
-    def keep_alive(self, status: str) -> str:
-        return comment(status)
 
 
 class ChatWriter(ChunkWriter):
@@ -204,6 +192,7 @@ class ChatWriter(ChunkWriter):
         return body.model_dump_json()
 
     def _first_chunk(self, index: int) -> Iterator[str]:
+        # Clients measure the time to the first token with the first chunk, so it is written with the first delta.
         if index not in self._begun:
             self._begun.add(index)
             prompt = (self._prompts or {}).get(index)

@@ -16,11 +16,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from lmx_lab.engine import Answer, GenerationRequest, TextPrompt, TokenPrompt
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import Responses, event_stream
-from lmx_lab.http.streaming import DONE, comment, data_line, while_connected
-from lmx_lab.server.answers import AnswerRequest, respond
+from lmx_lab.http.streaming import DONE, data_line, while_connected
+from lmx_lab.server.answers import AnswerRequest, AnswerWriter, respond
 from lmx_lab.server.chat import ChunkWriter, keep_prompts
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
@@ -46,7 +46,7 @@ from lmx_lab.wire.completions import (
     mixed_shape_of,
     shape_of,
 )
-from lmx_lab.wire.errors import ErrorBody, ErrorDetail
+from lmx_lab.wire.errors import ErrorBody
 
 LLAMA = "A completion, a list of them for a list of prompts or, with `stream: true`, events with parts of them"
 """Description of the response to llama.cpp's requests."""
@@ -231,7 +231,7 @@ class CompletionWriter(ChunkWriter):
         return data_line(f"{self._head}{{{fields}}}]{end}}}")
 
 
-class LlamaWriter:
+class LlamaWriter(AnswerWriter):
     """Writes one answer in the form of llama.cpp's ``POST /completion``.
 
     Args:
@@ -239,8 +239,6 @@ class LlamaWriter:
         is_list: Whether the request has a list of prompts; its whole answer is then a list too.
         logprobs: Whether the request asks for log-probabilities.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(self, model: str, settings: dict[str, Any], *, is_list: bool, logprobs: bool) -> None:
         self._model = model
@@ -267,15 +265,6 @@ class LlamaWriter:
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         yield data_line(self._last(index, Delta(text="", tokens=0), report).model_dump_json())
-
-    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
-        yield from ()
-
-    def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
-        yield data_line(ErrorBody(error=detail).model_dump_json())
-
-    def keep_alive(self, status: str) -> str:
-        return comment(status)
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
         answers = [self._last(at, *part).model_dump_json() for at, part in enumerate(chain.from_iterable(parts))]

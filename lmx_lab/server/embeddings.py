@@ -16,6 +16,7 @@ from lmx_lab.engine import Caller, EmbeddingRequest, Embeddings
 from lmx_lab.engine.lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.streaming import while_connected
+from lmx_lab.server.answers import json_response
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.values.outputs import InputType, Vectors
@@ -53,7 +54,7 @@ def embedding_routes(service: InferenceService) -> APIRouter:
             content = await asyncio.to_thread(embedding_list, embeddings, as_base64=as_base64)
         else:
             content = embedding_list(embeddings, as_base64=as_base64)
-        return Response(content, media_type="application/json")
+        return json_response(content)
 
     return router
 

@@ -20,7 +20,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import status_of
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import named_event, while_connected
-from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
+from lmx_lab.server.answers import AnswerRequest, AnswerWriter, json_response, respond
 from lmx_lab.server.convert import (
     ChatHistory,
     FieldNames,
@@ -113,8 +113,7 @@ def messages_routes(service: InferenceService) -> APIRouter:
             chat = await asyncio.to_thread(chat_request, body)
             wanted = replace(generation_request(chat), caller=service.caller_of(request))
             count = TokenCount(input_tokens=len(await while_connected(request, service.manager.encode(wanted))))
-        headers = ignored_header(body.ignored())
-        return Response(count.model_dump_json(), media_type="application/json", headers=headers)
+        return json_response(count.model_dump_json(), body.ignored())
 
     return router
 
@@ -220,10 +219,8 @@ def _add_message(history: ChatHistory, message: InputMessage, place: str, *, is_
 # Answers
 
 
-class MessageWriter:
+class MessageWriter(AnswerWriter):
     """Writes one answer in the Messages format."""
-
-    media_type = "text/event-stream"
 
     def __init__(self, model: str) -> None:
         self._model = model

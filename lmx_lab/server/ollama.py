@@ -24,7 +24,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.admin import check_admin
-from lmx_lab.server.answers import AnswerRequest, ignored_header, respond
+from lmx_lab.server.answers import AnswerRequest, AnswerWriter, json_response, respond
 from lmx_lab.server.convert import FieldNames, call_arguments
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, number_rows
 from lmx_lab.server.inference import InferenceService
@@ -38,7 +38,6 @@ from lmx_lab.wire.base import ANY_MODEL, UNLIMITED
 from lmx_lab.wire.chat import ChatRequest, OtherContent, TextContent
 from lmx_lab.wire.errors import ErrorDetail, validated
 from lmx_lab.wire.ollama import (
-    OllamaBody,
     OllamaChatAnswer,
     OllamaChatRequest,
     OllamaEmbedAnswer,
@@ -122,8 +121,8 @@ def ollama_routes(service: InferenceService) -> APIRouter:
         computed = await while_connected(request, service.embed(wanted))
         model = listed_name(public_id(computed.report.model, local=wanted.caller.local))
         if computed.vectors.size > NUMBERS_PER_STEP:
-            return _json_response(await asyncio.to_thread(_embed_answer, computed, model), body)
-        return _json_response(_embed_answer(computed, model), body)
+            return json_response(await asyncio.to_thread(_embed_answer, computed, model), body.ignored())
+        return json_response(_embed_answer(computed, model), body.ignored())
 
     @router.post("/embeddings", response_model=OllamaEmbeddingsAnswer, responses=OLLAMA_ERRORS)
     async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Response:
@@ -135,7 +134,7 @@ def ollama_routes(service: InferenceService) -> APIRouter:
             caller=service.caller_of(request),
         )
         [row] = number_rows((await while_connected(request, service.embed(wanted))).vectors)
-        return _json_response(b'{"embedding":%b}' % row, body)
+        return json_response(b'{"embedding":%b}' % row, body.ignored())
 
     return router
 
@@ -188,11 +187,7 @@ async def _load_or_unload(manager: ModelManager, body: OllamaGenerationBody, req
     }
     is_chat = isinstance(body, OllamaChatRequest)
     content = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    return _json_response(to_json(shared | content), body)
-
-
-def _json_response(content: bytes, body: OllamaBody) -> Response:
-    return Response(content, media_type="application/json", headers=ignored_header(body.ignored()))
+    return json_response(to_json(shared | content), body.ignored())
 
 
 # Names
@@ -311,7 +306,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat()
 
 
-class ChatWriter:
+class ChatWriter(AnswerWriter):
     """Writes one answer of ``/api/chat``. Each line of a stream is a JSON object.
 
     Args:
@@ -332,9 +327,6 @@ class ChatWriter:
         calls = merge_tool_calls(delta.tool_calls)
         return self._line(delta, calls, end=_counters(report))
 
-    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
-        yield from ()
-
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
         ended: tuple[ToolCallDelta, ...] = ()
         for call in delta.tool_calls:
@@ -348,9 +340,6 @@ class ChatWriter:
         if calls := self._end_calls():
             yield self._line(NOTHING, calls) + "\n"
         yield self._line(NOTHING, (), end=_counters(report)) + "\n"
-
-    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
-        yield from ()
 
     def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
         yield ollama_error(detail, status_of(error)).model_dump_json() + "\n"

@@ -24,7 +24,7 @@ from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import JSON_LINES, json_lines
 from lmx_lab.http.streaming import EventStream, while_connected
 from lmx_lab.server.admin import check_admin, find_model, listed_models
-from lmx_lab.server.answers import ignored_header
+from lmx_lab.server.answers import ignored_header, json_response
 from lmx_lab.server.ollama import known_model, listed_name, ollama_error
 from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
 from lmx_lab.settings import Settings
@@ -122,8 +122,7 @@ def ollama_model_routes(manager: ModelManager) -> APIRouter:
         now = manager.snapshot
         context_length = now.context_length if entry is now.entry else entry.context_length
         info = await in_thread(functools.partial(_describe, entry, context_length, local=local))
-        headers = ignored_header(body.unknown)
-        return Response(info.model_dump_json(), media_type="application/json", headers=headers)
+        return json_response(info.model_dump_json(), body.unknown)
 
     @router.post(
         "/pull",

@@ -25,6 +25,7 @@ from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import CallerError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.streaming import while_connected
+from lmx_lab.server.answers import json_response
 from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
@@ -72,7 +73,7 @@ def rerank_routes(service: InferenceService) -> APIRouter:
             content = await asyncio.to_thread(_encode, path, body, ranking)
         else:
             content = _encode(path, body, ranking)
-        return Response(content, media_type="application/json")
+        return json_response(content)
 
     for path, answer in ANSWERS.items():
         router.add_api_route(
@@ -90,7 +91,7 @@ def rerank_routes(service: InferenceService) -> APIRouter:
         """Score pairs of texts: a query with each document, or each text with the one at the same place."""
         caller = service.caller_of(request)
         content = await while_connected(request, _scores(service, body, caller))
-        return Response(content, media_type="application/json")
+        return json_response(content)
 
     return router
 

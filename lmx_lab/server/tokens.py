@@ -17,7 +17,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
 from lmx_lab.http.streaming import while_connected
-from lmx_lab.server.answers import ignored_header
+from lmx_lab.server.answers import json_response
 from lmx_lab.server.health import problem
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.translate import generation_request, requested_model
@@ -77,8 +77,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
                 ]
             if body.return_token_strs:
                 answer["token_strs"] = [token_text(data) for data in pieces]
-        headers = ignored_header(body.unknown)
-        return Response(to_json(answer), media_type="application/json", headers=headers)
+        return json_response(to_json(answer), body.unknown)
 
     @router.post("/detokenize", response_model=DetokenizeAnswer, responses=INFERENCE_ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -89,9 +88,8 @@ def token_routes(manager: ModelManager) -> APIRouter:
             caller=Caller(local=is_local(request.scope)),
         )
         text = await while_connected(request, manager.with_model(named, lambda model: model.decode(body.tokens)))
-        headers = ignored_header(body.unknown)
         content = to_json({"content": text, "prompt": text})
-        return Response(content, media_type="application/json", headers=headers)
+        return json_response(content, body.unknown)
 
     @router.post("/apply-template", response_model=TemplateAnswer, responses=INFERENCE_ERRORS)
     async def apply_template(body: TemplateRequest, request: Request) -> Response:
@@ -99,7 +97,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
         wanted = replace(generation_request(body), caller=Caller(local=is_local(request.scope)))
         rendering = manager.with_model(wanted, lambda model: model.render(wanted))
         text = await while_connected(request, rendering)
-        return Response(to_json({"prompt": text}), media_type="application/json")
+        return json_response(to_json({"prompt": text}))
 
     @router.get("/tokenizer_info", responses=failures(NotLoadedError))
     async def tokenizer_info() -> TokenizerInfo:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -227,7 +227,7 @@ async def send_text(socket: WebSocket, text: str) -> None:
         raise WebSocketDisconnect(NORMAL) from exc
 
 
-class SocketWriter:
+class SocketWriter(StreamWriter):
     """Writes one answer as the messages of a WebSocket.
 
     Args:
@@ -238,9 +238,6 @@ class SocketWriter:
         self._logprobs = logprobs
         self.failure: LabError | None = None
         """The error with which the answer has ended."""
-
-    def begin(self, index: int, prompt_tokens: int) -> Iterator[str]:
-        yield from ()
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
         """Yield a ``SocketToken``, written as text, unless the delta is empty."""
@@ -254,9 +251,6 @@ class SocketWriter:
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         yield SocketDone(stats=socket_stats(report)).model_dump_json()
-
-    def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
-        yield from ()
 
     def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
         self.failure = error

@@ -99,13 +99,6 @@ class GenerationFields(RequestModel):
     """Tokens whose log-probability is returned at each position of the answer, whatever their rank: ids, or texts of
     one token each. An extension, which requires ``logprobs``."""
 
-    @model_validator(mode="after")
-    def _check_logprob_tokens(self) -> Self:
-        asked: bool | int | None = getattr(self, "logprobs", None)
-        if self.logprob_tokens and (asked is None or asked is False):
-            raise ValueError("logprob_tokens requires logprobs")
-        return self
-
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -269,6 +262,9 @@ class CompatibleFields(GenerationFields, Hints):
 
     @model_validator(mode="after")
     def _check_parameters(self) -> Self:
+        asked: bool | int | None = getattr(self, "logprobs", None)
+        if self.logprob_tokens and (asked is None or asked is False):
+            raise ValueError("logprob_tokens requires logprobs")
         for name in NAMES:
             (first, value), *others = self._given(name).items() or [(name, None)]
             for other, differing in others:

@@ -25,7 +25,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import detail_for
 from lmx_lab.http.openapi import event_stream, failures, link
 from lmx_lab.http.streaming import while_connected
-from lmx_lab.server.answers import AnswerRequest, Choices, answer_headers, ignored_header, respond
+from lmx_lab.server.answers import AnswerRequest, Choices, answer_headers, json_response, respond
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.server.responses.convert import (
@@ -122,8 +122,7 @@ def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
         with NAMES.in_errors():
             wanted = replace(prompt, caller=service.caller_of(request))
             count = InputTokens(input_tokens=len(await while_connected(request, service.manager.encode(wanted))))
-        headers = ignored_header(body.ignored())
-        return Response(count.model_dump_json(), media_type="application/json", headers=headers)
+        return json_response(count.model_dump_json(), body.ignored())
 
     @router.post("/compact", response_model=CompactedResponse, responses=INFERENCE_ERRORS)
     async def compact_response(body: CompactRequest, request: Request) -> Response:
@@ -149,8 +148,7 @@ def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
             output=[*_shown(STORED_ITEMS.dump_json(kept, exclude_unset=True), answer.id), compaction(text)],
             usage=answer.usage,
         )
-        headers = ignored_header(body.unknown)
-        return Response(compacted.model_dump_json(), media_type="application/json", headers=headers)
+        return json_response(compacted.model_dump_json(), body.unknown)
 
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
     async def get_response(response_id: str, stream: NotStreamed = False) -> Response:
@@ -161,7 +159,7 @@ def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
                 "status is no longer in_progress",
                 param="stream",
             )
-        return Response(store.get(response_id).body, media_type="application/json")
+        return json_response(store.get(response_id).body)
 
     @router.delete("/{response_id}", responses=_failures(NotFoundError))
     async def delete_response(response_id: str) -> DeletedResponse:
@@ -174,7 +172,7 @@ def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
     )
     async def cancel_response(response_id: str) -> Response:
         """Cancel a response that is generated in the background. One that has ended is not changed."""
-        return Response((await store.cancel(response_id)).body, media_type="application/json")
+        return json_response((await store.cancel(response_id)).body)
 
     @router.get("/{response_id}/input_items", responses=_failures(NotFoundError))
     async def response_input_items(

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from lmx_lab.errors import CallerError, ContextLengthError, LabError, QueueFullError
 from lmx_lab.http.streaming import comment, named_event
+from lmx_lab.server.answers import AnswerWriter
 from lmx_lab.server.responses.convert import CallableTool, ConvertedRequest, custom_input
 from lmx_lab.server.translate import chat_logprobs
 from lmx_lab.values.outputs import Delta, GenerationReport, TokenLogprob
@@ -110,7 +111,7 @@ class _Item:
         return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": self.text}
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writes one response, as a stream or as a whole.
 
     Args:
@@ -118,8 +119,6 @@ class ResponseWriter:
         request: The request in the chat format.
         save: Called at the end with this writer and the body of the response.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
