@@ -30,7 +30,7 @@ from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, Script, ScriptAns
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
-from lmx_lab.engine.preparer import Tokenizer, ends_answer
+from lmx_lab.engine.preparer import Tokenizer, ends_answer, prepare
 from lmx_lab.engine.requests import (
     SHARED,
     ChatPrompt,
@@ -439,7 +439,7 @@ class EchoLoaded(LoadedModel[EchoRow]):
             await asyncio.sleep(script.delay_s)
             raise script.failure()
         try:
-            generations = await super()._prepare(
+            generations = await prepare(
                 replace(self._echo_tokenizer, script=script),
                 request,
                 permits,
