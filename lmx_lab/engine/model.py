@@ -547,19 +547,9 @@ class LoadedModel(ABC, Generic[Row]):
         """
         self.check()
         self.worked_at = arrived_at
-        try:
+        with self._explaining("could not be started", permit):
             async with deadline(arrived_at, timeout_s):
                 yield
-        except EngineError:
-            # If the model was unloaded or lost in the meantime, that is the reason.
-            permit.check()
-            self.check()
-            raise
-        except LabError:
-            raise
-        except Exception as exc:
-            log.exception("a request for %s could not be started", self.entry.id)
-            raise EngineError(f"the request could not be started: {type(exc).__name__}: {exc}") from exc
         permit.check()
         self.check()
         self.worked_at = time.perf_counter()
@@ -569,16 +559,25 @@ class LoadedModel(ABC, Generic[Row]):
         """Provide the tokenizer in the block. Raises ``EngineError`` if the block fails."""
         self.check()
         tokenizer, _ = self._chat()
-        try:
+        with self._explaining("failed"):
             yield tokenizer
+
+    @contextlib.contextmanager
+    def _explaining(self, failure: str, permit: Permit | None = None) -> Iterator[None]:
+        """Raise ``EngineError`` with the name of the failure for an unknown error in the block."""
+        try:
+            yield
         except EngineError:
+            # If the model was unloaded or lost in the meantime, that is the reason.
+            if permit is not None:
+                permit.check()
             self.check()
             raise
         except LabError:
             raise
         except Exception as exc:
-            log.exception("a request for %s failed", self.entry.id)
-            raise EngineError(f"the request failed: {type(exc).__name__}: {exc}") from exc
+            log.exception("a request for %s %s", self.entry.id, failure)
+            raise EngineError(f"the request {failure}: {type(exc).__name__}: {exc}") from exc
 
     @contextlib.contextmanager
     def _tokenizing(self, texts: Sequence[str | Sequence[int]]) -> Iterator[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-import traceback
 import weakref
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -180,7 +179,9 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
                 elif busy:
                     break  # until the end of an answer frees memory
             except Exception as exc:
-                self._fail_batch(exc)
+                self._batch = None
+                failed = [job for job in self._jobs if job.is_in_batch] or self._jobs[:1]
+                self._fail(failed, exc, work="the texts", remedy="send fewer or shorter texts")
             if time.perf_counter() >= until:
                 break
         if busy and self._batch is not None:
@@ -264,23 +265,6 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
                 self._end(job, EngineError(message))
             else:
                 self._end(job, result)
-
-    def _fail_batch(self, exc: Exception) -> None:
-        """End the requests of the batch with an error. The model stays loaded."""
-        self._batch = None
-        failed = [job for job in self._jobs if job.is_in_batch] or self._jobs[:1]
-        if isinstance(exc, EngineError):
-            # An error that the encoder raises for the caller, for example because of values that are not finite.
-            self.end_all(failed, exc)
-            return
-        log.error("computing a batch of texts failed:\n%s", "".join(traceback.format_exception(exc)))
-        exc.__traceback__ = None
-        reason = f"{type(exc).__name__}: {exc}"
-        if memory.is_out_of_memory(exc):
-            reason = f"out of memory ({exc}); send fewer or shorter texts"
-        error = EngineError(f"the texts could not be computed: {reason}")
-        self.end_all(failed, error)
-        memory.release()
 
     def cancel(self, job: EncodeJob) -> None:
         """See ``JobQueue``. The batch of the job is still computed if it has texts of other jobs."""

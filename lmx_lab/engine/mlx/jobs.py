@@ -5,13 +5,18 @@ Permits, deadlines and the end of each request are those of ``texts.Jobs`` on th
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.model import LoadedModel
-from lmx_lab.errors import LabError
+from lmx_lab.errors import EngineError, LabError
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -68,3 +73,22 @@ class JobQueue(Generic[J, Result]):
             job.done.set_exception(end.with_traceback(None))
         else:
             job.done.set_result(end)
+
+    def _fail(self, jobs: Sequence[J], exc: Exception, *, work: str, remedy: str) -> None:
+        """End jobs with the error of a step. The model stays loaded.
+
+        Args:
+            work: What was computed, for messages.
+            remedy: What to do if memory was short.
+        """
+        if isinstance(exc, LabError):
+            # An error for the caller, for example because of values that are not finite.
+            self.end_all(jobs, type(exc)(exc.message, param=exc.param))
+            return
+        # Logged as text, because the frames of an exception may refer to weights.
+        log.error("%s could not be computed:\n%s", work, "".join(traceback.format_exception(exc)))
+        exc.__traceback__ = None
+        is_short = memory.is_out_of_memory(exc)
+        reason = f"out of memory ({exc}); {remedy}" if is_short else f"{type(exc).__name__}: {exc}"
+        self.end_all(jobs, EngineError(f"{work} could not be computed: {reason}"))
+        memory.release()

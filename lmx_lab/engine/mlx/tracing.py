@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import traceback
 import weakref
 from dataclasses import dataclass
 
@@ -17,10 +15,9 @@ from lmx_lab.engine.mlx.capture.points import HookPoints
 from lmx_lab.engine.mlx.jobs import Job, JobQueue
 from lmx_lab.engine.mlx.loop import Room
 from lmx_lab.engine.mlx.model import ChatWeights
-from lmx_lab.errors import ContextLengthError, EngineError, LabError
+from lmx_lab.errors import ContextLengthError, EngineError
 from lmx_lab.values.tracing import Activations, Attribution, LogitLens, Patching, Trace, TraceWork
 
-log = logging.getLogger(__name__)
 FIRST_TOKENS = 8
 """Number of tokens of the first step, before the speed is known."""
 WEIGHT = 0.3
@@ -82,7 +79,7 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
                     break  # until the end of an answer frees memory
                 self._advance(job, limit_s, busy=busy)
             except Exception as exc:
-                self._fail_step(job, exc)
+                self._fail([job], exc, work="the trace", remedy="trace a shorter text, or fewer hooks")
             if time.perf_counter() - started >= limit_s / 2:
                 break
 
@@ -164,19 +161,6 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             )
             self._largest = min(memory.MAX_CHUNK_TOKENS, max(self._largest, int(computed * GROWTH)))
         self._room.note_peak(memory.take_peak_bytes())
-
-    def _fail_step(self, job: TraceJob, exc: Exception) -> None:
-        """End a job with an error. The model stays loaded."""
-        if isinstance(exc, LabError):
-            self._end(job, type(exc)(exc.message, param=exc.param))
-            return
-        log.error("computing a trace failed:\n%s", "".join(traceback.format_exception(exc)))
-        exc.__traceback__ = None
-        reason = f"{type(exc).__name__}: {exc}"
-        if memory.is_out_of_memory(exc):
-            reason = f"out of memory ({exc}); trace a shorter text, or fewer hooks"
-        self._end(job, EngineError(f"the trace could not be computed: {reason}"))
-        memory.release()
 
     def cancel(self, job: TraceJob) -> None:
         super().cancel(job)
