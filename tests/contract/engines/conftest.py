@@ -28,16 +28,23 @@ def long_models(tmp_path_factory, smollm2, tiny_gguf):
 
 
 @pytest.fixture(scope="session")
-def thinkers(tmp_path_factory, smollm2, tiny_gguf):
+def with_names(tmp_path_factory, smollm2, tiny_gguf):
+    """Returns the same with other names of tokens, and another template of the GGUF file."""
+
+    def make(id_, change, tokens, template):
+        folder = tmp_path_factory.mktemp(id_)
+        write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
+        change(folder / "mlx")
+        files = {"mlx": folder / "mlx", "gguf": with_tokens(tiny_gguf, tokens, folder / f"{id_}.gguf", template)}
+        return {**{format_: entry_of(path, id_) for format_, path in files.items()}, "echo": echo_entry(id_)}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def thinkers(with_names):
     """The same with tokens for markers of reasoning and tool calls, and a template that contains both."""
-    folder = tmp_path_factory.mktemp("thinkers")
-    write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
-    teach_thinking(folder / "mlx")
-    files = {
-        "mlx": folder / "mlx",
-        "gguf": with_tokens(tiny_gguf, MARKERS, folder / "thinker.gguf", THINKER_TEMPLATE),
-    }
-    return {**{format_: entry_of(path, "thinker") for format_, path in files.items()}, "echo": echo_entry("thinker")}
+    return with_names("thinker", teach_thinking, MARKERS, THINKER_TEMPLATE)
 
 
 @pytest.fixture(scope="session")

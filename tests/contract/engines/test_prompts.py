@@ -10,21 +10,19 @@ from lmx_lab.engine import ChatPrompt, InfillPrompt, TextPrompt
 from lmx_lab.engine.echo.model import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.weights.tokenizer_files import can_infill
-from tests.contract.engines.entries import SETTINGS, echo_entry
+from tests.contract.engines.entries import SETTINGS
 from tests.support.asking import invalid
 from tests.support.engines import (
     DESCRIBED_TOOLS,
     PROMPT,
     TOOL_CONVERSATION,
-    entry_of,
     finish,
     finish_with_logprobs,
     loaded,
     request,
     run,
 )
-from tests.support.gguf import with_tokens
-from tests.support.models import rename_tokens, write_tiny_llama
+from tests.support.models import rename_tokens
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 MARKS = {"<repo_name>": "<|fim_prefix|>", "<reponame>": "<|fim_suffix|>", "<file_sep>": "<|fim_middle|>"}
@@ -34,16 +32,9 @@ GAP = InfillPrompt(prefix="def f(a):\n    ", suffix="\n    return b")
 
 
 @pytest.fixture(scope="session")
-def coders(tmp_path_factory, smollm2, tiny_gguf):
+def coders(with_names):
     """The tiny model with tokens for filling gaps."""
-    folder = tmp_path_factory.mktemp("coders")
-    write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
-    rename_tokens(folder / "mlx", MARKS)
-    files = {
-        "mlx": folder / "mlx",
-        "gguf": with_tokens(tiny_gguf, MARKS, folder / "coder.gguf", "{{ messages[0].content }}"),
-    }
-    return {**{format_: entry_of(path, "coder") for format_, path in files.items()}, "echo": echo_entry("coder")}
+    return with_names("coder", lambda path: rename_tokens(path, MARKS), MARKS, "{{ messages[0].content }}")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -30,6 +31,17 @@ def tool_parser(name: str) -> ModuleType:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def require_linear(work: Callable[[int], object], few: int) -> None:
+    """Check that the time of a work for a count is at most linear: quadratic time would be 400 times as long."""
+
+    def seconds(count: int) -> float:
+        begun = time.thread_time()
+        work(count)
+        return time.thread_time() - begun
+
+    assert min(seconds(20 * few) for _ in range(2)) < 100 * min(seconds(few) for _ in range(3))
 
 
 class Tokens:
