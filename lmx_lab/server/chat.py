@@ -16,6 +16,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import DONE, data_line
 from lmx_lab.server.answers import AnswerRequest, AnswerWriter, respond
+from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
 from lmx_lab.server.translate import (
@@ -28,6 +29,7 @@ from lmx_lab.server.translate import (
 )
 from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, merge_tool_calls
 from lmx_lab.wire.chat import AnswerMessage, ChatChunk, ChatCompletion, ChatRequest, Choice, ChoiceLogprobs
+from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.errors import ErrorBody
 from lmx_lab.wire.tools import AnswerFunction, AnswerToolCall
 
@@ -60,11 +62,20 @@ def chat_routes(service: InferenceService) -> APIRouter:
             choices=body.n or 1,
             stream=bool(body.stream),
             ignored=body.ignored(),
+            names=field_names(body),
             read=aiter if prompts is None else keep_prompts(prompts),
         )
         return await respond(service, request, wanted)
 
     return router
+
+
+def field_names(body: ChatRequest | CompletionRequest) -> FieldNames:
+    """Return the names of fields in errors: a format and tools have the names under which the request gives them."""
+    names = {} if body.format_field == "response_format" else {"response_format": body.format_field}
+    if isinstance(body, ChatRequest) and body.functions:
+        names["tools.*.function"] = "functions.*"
+    return FieldNames(names)
 
 
 def keep_prompts(

@@ -21,7 +21,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import Responses, event_stream
 from lmx_lab.http.streaming import DONE, data_line, while_connected
 from lmx_lab.server.answers import AnswerRequest, AnswerWriter, respond
-from lmx_lab.server.chat import ChunkWriter, keep_prompts
+from lmx_lab.server.chat import ChunkWriter, field_names, keep_prompts
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
 from lmx_lab.server.translate import (
@@ -100,6 +100,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
             choices=body.n or 1,
             stream=bool(body.stream),
             ignored=body.ignored(),
+            names=field_names(body),
             read=read if prompts is None else keep_prompts(prompts, read),
         )
         return await respond(service, request, wanted)
@@ -121,6 +122,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
             choices=converted.n or 1,
             stream=bool(body.stream),
             ignored=ignored,
+            names=field_names(converted),
         )
         return await respond(service, request, wanted)
 

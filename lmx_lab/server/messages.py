@@ -153,11 +153,12 @@ def chat_request(body: CountRequest) -> ChatRequest:
         fields["continue_final_message"] = True
     if tools:
         fields["tools"] = tools
-        if (choice := body.tool_choice) is not None:
-            named = {"type": "function", "function": {"name": choice.name}}
-            fields["tool_choice"] = named if choice.type == "tool" else TOOL_CHOICES[choice.type]
-            # A tool that is required by its name is called once.
-            fields["parallel_tool_calls"] = choice.type != "tool" and choice.disable_parallel_tool_use is not True
+    # Without tools that the model can call, a call cannot be required: the error is that of the chat format.
+    if (choice := body.tool_choice) is not None and (tools or choice.type in ("any", "tool")):
+        named = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = named if choice.type == "tool" else TOOL_CHOICES[choice.type]
+        # A tool that is required by its name is called once.
+        fields["parallel_tool_calls"] = choice.type != "tool" and choice.disable_parallel_tool_use is not True
     if body.thinking is not None and body.thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
     if (wanted := body.required_format) is not None:

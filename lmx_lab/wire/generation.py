@@ -245,6 +245,12 @@ class CompatibleFields(GenerationFields, Hints):
         form: AnyFormat | None = value.format if isinstance(value, StructuredOutputs) else value
         return form
 
+    @property
+    def format_field(self) -> str:
+        """The name under which the request gives the required format of the answer."""
+        given = [name for name in self._given("response_format") if name != "response_format"]
+        return next(iter(given), "response_format")
+
     def setting(self, name: str) -> Any:
         """Return the value of a parameter, which the request may give under any of its names, or its default."""
         return next(iter(self._given(name).values()), getattr(self, name))

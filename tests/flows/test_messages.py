@@ -81,6 +81,10 @@ def test_the_counted_tokens_are_those_of_the_prompt(http, changes):
             "'c9' does not answer a call",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name the tool"),
+        (
+            {"tools": [{"type": "mcp_toolset", "mcp_server_name": "x"}], "tool_choice": {"type": "any"}},
+            "tool_choice: is 'required', but there are no tools",
+        ),
         ({"messages": [{"role": "user", "content": "a " * 40_000}]}, "prompt is too long: "),
         ({"stop_sequences": ["x" * 2000]}, "stop_sequences"),
     ],

@@ -115,6 +115,29 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(http, schem
     assert (error["param"], expected in error["message"]) == ("response_format", True)
 
 
+BAD = {"type": "strin"}
+FUNCTIONS = {
+    "functions": [{"name": "f", "parameters": {"properties": {"a": BAD}}}],
+    "function_call": {"name": "f"},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (PATH, {"guided_json": BAD}, "guided_json"),
+        (PATH, {"json_schema": BAD}, "json_schema"),
+        (PATH, {"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        (PATH, FUNCTIONS, "functions.0.parameters"),
+        ("/v1/completions", {"guided_regex": "("}, "guided_regex"),
+        ("/completion", {"json_schema": BAD}, "json_schema"),
+    ],
+)
+def test_the_error_of_a_format_names_its_field(http, path, fields, param):
+    body = echo_body(**fields) if path == PATH else {"prompt": "hello", **fields}
+    assert error_of(http.post(path, json=body), 400, "invalid-request")["param"] == param
+
+
 @pytest.mark.parametrize("where", ["format", "tool", "grammar"])
 def test_nothing_is_fetched_for_a_remote_reference(http, where):
     with socket.create_server(("127.0.0.1", 0)) as listening:
