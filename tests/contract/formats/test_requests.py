@@ -138,7 +138,7 @@ SCHEMA_FIELDS = {
     "completions": (chat_schema, "response_format"),
     "responses": (responses_schema, "text.format"),
     "messages": (messages_schema, "output_config.format"),
-    "llama.cpp completion": (lambda: {"json_schema": SETS}, "response_format"),
+    "llama.cpp completion": (lambda: {"json_schema": SETS}, "json_schema"),
     "ollama chat": (ollama_schema, "format"),
     "ollama generate": (ollama_schema, "format"),
 }
