@@ -114,11 +114,11 @@ async def test_answers_are_computed_in_consecutive_slots_and_find_their_prefixes
             answers = [await start(manager, prompt) for prompt in (turn(first, 5), turn(second, 5), turn(9, third))]
             used = await used_slots(manager)
             assert used == list(range(used[0], used[0] + 3))
-            # Whichever slot becomes free, there is no gap afterwards.
+            # Whichever slot becomes free, there is no gap afterwards. llama.cpp may not have stopped that answer yet.
             await answers[1].aclose()
             answers.append(await start(manager, turn(third, 5)))
             used = await used_slots(manager)
-            assert used == list(range(used[0], used[0] + 3))
+            assert used == list(range(used[0], used[-1] + 1))
             for answer in answers:
                 await answer.aclose()
             await until_idle(manager)
