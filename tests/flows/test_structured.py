@@ -105,7 +105,7 @@ def refusal(http, **changes):
             closed(a={"type": "string", "pattern": "("}),
             "properties.a.pattern: regular expression: unclosed group; corr",
         ),
-        (closed(a={"type": "strin"}), "properties.a: type has the unknown value strin; correct it"),
+        (closed(a={"type": "text"}), "properties.a: type has the unknown value text; correct it"),
         (closed(a={"type": "array", "items": {"$ref": "#"}, "minItems": 1}), "items requires a value like itself"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ],
@@ -115,7 +115,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(http, schem
     assert (error["param"], expected in error["message"]) == ("response_format", True)
 
 
-BAD = {"type": "strin"}
+BAD = {"type": "text"}
 FUNCTIONS = {
     "functions": [{"name": "f", "parameters": {"properties": {"a": BAD}}}],
     "function_call": {"name": "f"},
