@@ -1,5 +1,7 @@
-"""Measure the effect of the prefix cache: the time to the first token of turn 2, after a long turn 1, which ends or is
-stopped just before."""
+"""Measure the effect of the prefix cache: the time to the first token of turn 2, after a long turn 1.
+
+Turn 1 ends or, on llama.cpp, is stopped just before.
+"""
 
 from __future__ import annotations
 

@@ -455,8 +455,10 @@ class Backend(Protocol):
 
 
 async def load_or_cancel(backend: Backend, spec: LoadSpec, *, progress: Progress | None = None) -> LoadReport:
-    """Load a model. Cancelling this cancels the load and waits until the previous model is loaded again; but if other
-    callers wait for the same load, it continues.
+    """Load a model.
+
+    Cancelling this call cancels the load, unless other callers wait for it, and waits until the previous model is
+    loaded again.
     """
     loading = asyncio.ensure_future(backend.load(spec, progress=progress))
     try:

@@ -47,8 +47,10 @@ class HasJob(Protocol):
 
 
 class ProgressBar:
-    """One line with the current stage, which is removed at the end of a ``with`` block. It is drawn from the first step
-    on, in the thread that calls ``update``, because the output of rich's own thread would appear in another cell.
+    """One line with the current stage, which is removed at the end of a ``with`` block.
+
+    It is drawn from the first step on, in the thread that calls ``update``, because the output of rich's own thread
+    would appear in another cell.
 
     Args:
         console: By default that of standard error.

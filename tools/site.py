@@ -39,13 +39,13 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     ),
     "Explanation": ("engines", "echo", "scope", "security"),
 }
-EXPERIMENTAL = frozenset({"Steer", "plan", "Remark", "ClientTimes", "Include"})
-"""Public names that may still change in a release with the same major version. All others are stable."""
+PROVISIONAL = frozenset({"Steer", "plan", "Remark", "ClientTimes", "Include"})
+"""Public names that may change in any version, as ``docs/scope.md`` defines it. All others are stable."""
 EVERYWHERE = {"401": "no valid key", "403": "a foreign origin", "421": "a foreign host", "500": "an internal error"}
 CONFIGURATION = """
 import lmx_lab
 import lmx_lab.client
-# Imported here, because autodoc would import them with typing.TYPE_CHECKING set, which pydantic's models cannot bear.
+# Imported here, because autodoc would import them with typing.TYPE_CHECKING set, which fails for models of pydantic.
 for package in (lmx_lab, lmx_lab.client):
     for name in package.__all__:
         getattr(package, name)
@@ -101,7 +101,7 @@ def _for_site(text: str) -> str:
         (r"\]\((?:\.\./)?notebooks/?\)", "](notebooks/index.md)"),
         (r"\]\(docs/", "]("),
         (r"\[([^\]]+)\]\((?:\.\./)?(?:binder|LICENSE|benchmarks)/?\)", r"\1"),
-        # The title of the page instead of the name of its file.
+        # Without a text, a link shows the title of the page.
         (r"\[(?:docs/)?[\w-]+\.(?:md|ipynb)\]\(", "[]("),
     ):
         text = re.sub(pattern, link, text)
@@ -141,7 +141,7 @@ def _write_notebooks() -> None:
 
 def _write_names(page: str, package: Any, title: str) -> None:
     """Write the page of a package: each public name with its signature, docstring and stability."""
-    parts = [f"# {title}"]
+    parts = [f"# {title}", "[Scope](../scope.md#stability) explains the labels, also those of methods of `Lab`."]
     for name in package.__all__:
         found = getattr(package, name)
         kind = "autoclass" if inspect.isclass(found) else "autofunction" if callable(found) else "autodata"
@@ -150,7 +150,7 @@ def _write_names(page: str, package: Any, title: str) -> None:
             if kind == "autoclass"
             else ""
         )
-        label = "Experimental" if name in EXPERIMENTAL else "Stable"
+        label = "Provisional" if name in PROVISIONAL else "Stable"
         parts.append(f"## {name}\n\n*{label}.*\n\n```{{eval-rst}}\n.. {kind}:: {package.__name__}.{name}\n{options}```")
     (SOURCE / "reference" / f"{page}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 

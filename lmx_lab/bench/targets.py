@@ -253,7 +253,7 @@ def as_target(target: Target | str | ModelManager) -> Target:
     """
     if isinstance(target, str):
         return ChatTarget(target)
-    # Without the module of the engine, nothing is an engine.
+    # If the module of the engine was not imported, the target cannot be an engine.
     if (known := sys.modules.get("lmx_lab.engine")) is not None and isinstance(target, known.ModelManager):
         return EngineTarget(target)
     if not callable(getattr(target, "ask", None)):

@@ -53,8 +53,10 @@ STOP_ORDER = ("turns", "retention", "subscribers", "MCP servers", "server", "mod
 
 @dataclass(kw_only=True, eq=False)
 class Lifespan:
-    """The components of one daemon, from ``start()`` until the stop that ``begin_stop()`` begins, and the values from
-    which they are created."""
+    """The components of one daemon, and the values from which they are created.
+
+    They run from ``start()`` until they are stopped after ``begin_stop()``.
+    """
 
     daemon_id: str
     token: str = field(repr=False)

@@ -181,7 +181,7 @@ class Change(Generic[Result]):
 
     @property
     def is_automatic(self) -> bool:
-        """Whether it unloads a model without requests that was idle, or for which memory was short."""
+        """Whether it unloads a model that has no requests, because the model was idle or memory was short."""
         return self.cause in ("idle", "memory")
 
     @property

@@ -216,7 +216,7 @@ class GenerationRequest:
     score_from: int = 0
     """Position of the first prompt token whose score is needed; an engine may leave out those before it."""
     is_counted: bool = False
-    """Whether only the tokens of the prompt are wanted, which may then be more than fit in the model's context."""
+    """Whether the tokens of the prompt are only counted. They may then exceed the context length."""
     share_prefix: bool = False
     """Whether requests of all callers may continue the cached prompt and answer."""
     timeout_s: float | None = None

@@ -818,8 +818,10 @@ class Residents:
             self.update()
 
     def check_free(self) -> None:
-        """Check that no load or unload is in progress, except the loads of pinned encoders. The unload of a model that
-        was idle, or for which memory was short, does not count either: it is short, so a caller waits for it.
+        """Check that no load or unload is in progress.
+
+        Loads of pinned encoders do not count. Neither do unloads because a model was idle or memory was short: they are
+        short, so callers wait for them.
 
         Raises:
             ModelBusyError: one is in progress.

@@ -17,8 +17,8 @@ MAX_CHARACTERS_PER_TOKEN = 100
 """A text with more characters than this for each token of the context is refused without tokenizing it, because 5 MB of
 spaces would take seconds. The longest word that WordPiece converts to a token has 100 characters."""
 COUNTED_TOKENS = 200_000
-"""Number of tokens that are counted in any prompt, even if the context of the model is smaller. Agents count prompts to
-find out whether they fit. Two million characters of code take 3 s."""
+"""Number of tokens that are counted in any prompt, even if the context length is smaller. Agents count prompts to find
+out whether they fit. Two million characters of code take 3 s."""
 MAX_PADDING_TOKENS = 128
 """Maximum difference of the vocabularies of a model and its draft model, as in llama.cpp. Models of one family pad
 their vocabulary to different sizes."""

@@ -118,11 +118,13 @@ def _read(data: bytes | bytearray, validate: Callable[[Any], T], began: float = 
 
 
 def _pause(began: float) -> float:
-    """Pause if this thread has computed for more than 3 ms since ``began``, which may be infinite for no pauses. Return
-    when its next step begins.
+    """Pause if this thread has computed for more than 3 ms since ``began``, and return the beginning of its next step.
 
     Steps of large bodies take up to about 50 ms. The pause is long enough for the several iterations of the event loop
     that another request takes.
+
+    Args:
+        began: When the last step began; infinite for no pauses.
     """
     if time.thread_time() - began > 0.003:
         time.sleep(0.015)

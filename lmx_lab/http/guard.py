@@ -248,8 +248,9 @@ def is_loopback(address: str) -> bool:
 
 
 def _host_of(scope: Scope) -> tuple[str, ...]:
-    """Return the ``Host`` of a request in lower case: as it was sent, with its port, and without a port. The result is
-    empty if the header is missing, repeated or malformed.
+    """Return the ``Host`` of a request in lower case: as it was sent, with its port, and without a port.
+
+    The result is empty if the header is missing, repeated or malformed.
     """
     values = Headers(scope=scope).getlist("host")
     host = values[0].lower() if len(values) == 1 else ""

@@ -136,8 +136,9 @@ class Addresses:
         )
 
     def live_policy(self) -> Callable[[], GuardPolicy]:
-        """Return a function that returns the policy for a request. The policy is updated when the machine's names or
-        addresses change, if they are a part of it.
+        """Return a function that returns the policy for a request.
+
+        If the machine's names or addresses are a part of the policy, it is updated when they change.
 
         Raises:
             InvalidRequestError: as ``policy``.

@@ -136,8 +136,10 @@ async def plan(backend: Backend, model: str | os.PathLike[str], **options: Unpac
 
 
 async def load(backend: Backend, model: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LoadReport:
-    """Load a model by its id or path, and show the progress. It becomes the main model, and takes the place of the
-    loaded one, or of the one that was used least recently if ``launch(resident=...)`` keeps several in memory.
+    """Load a model by its id or path, and show the progress.
+
+    It becomes the main model, and replaces the loaded one. If ``launch(resident=...)`` keeps several models in memory,
+    it replaces the one that was used least recently, if necessary.
 
     A model that is not on disk is downloaded if the server runs in this process. A path is a path on the server's
     machine. Interrupting this call cancels the load, unless other callers wait for it, and the previous model is loaded

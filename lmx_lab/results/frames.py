@@ -73,10 +73,10 @@ def make_table(
     library: Library | None = None,
     needed_by: str = "df",
 ) -> pd.DataFrame:
-    """Return rows or columns as a data frame, or as a table of another library. Its columns and their types do not
-    depend on the values.
+    """Return rows or columns as a data frame, or as a table of another library.
 
-    Integers are exact. In pandas, a column with an integer of more than 64 bits has the dtype ``object``.
+    Its columns and their types do not depend on the values. Integers are exact. In pandas, a column with an integer of
+    more than 64 bits has the dtype ``object``.
 
     Args:
         rows: Mappings, in which absent values are missing, or sequences of values in the order of ``dtypes``; or a

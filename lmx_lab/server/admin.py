@@ -172,10 +172,11 @@ def admin_routes(manager: ModelManager) -> APIRouter:
 
     @router.post("/models/cancel", responses=failures(*BODY, AdminForbiddenError, ModelBusyError))
     async def cancel(body: CancelLoadRequest, request: Request) -> CancelLoadAnswer:
-        """Cancel the load of a model, and load the previous model again. The response does not wait for this; the
-        requests that wait for the load get an error when it is done. If the model is not being loaded, for example
-        because its load has just ended, the request is refused and nothing is unloaded. With `"shared": false`, it is
-        also refused if several callers wait for the load.
+        """Cancel the load of a model, and load the previous model again.
+
+        The response does not wait for this; the requests that wait for the load get an error when it is done. If the
+        model is not being loaded, for example because its load has just ended, the request is refused and nothing is
+        unloaded. With `"shared": false`, it is also refused if several callers wait for the load.
         """
         check_admin(manager, local=is_local(request.scope))
         await manager.cancel_load(body.model, shared=body.shared)

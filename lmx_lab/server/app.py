@@ -178,8 +178,10 @@ def without_paths(text: str, folders: Iterable[Path] = ()) -> str:
 
 
 class OtherPaths(BaseRoute):
-    """The last route. It passes a request to the route with the most similar path, because clients build paths from a
-    base URL with or without ``/v1``. llama.cpp's server has most of its routes with and without ``/v1``, too.
+    """The last route, which passes a request to the route with the most similar path.
+
+    Clients build paths from a base URL with or without ``/v1``, and llama.cpp's server has most of its routes with and
+    without ``/v1``.
 
     Args:
         routes: All other routes.

@@ -71,7 +71,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
 
 
 def field_names(body: ChatRequest | CompletionRequest) -> FieldNames:
-    """Return the names of fields in errors: a format and tools have the names under which the request gives them."""
+    """Return the names of fields in errors: the names under which the request gives the format and the tools."""
     names = {} if body.format_field == "response_format" else {"response_format": body.format_field}
     if isinstance(body, ChatRequest) and body.functions:
         names["tools.*.function"] = "functions.*"

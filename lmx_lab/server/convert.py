@@ -35,10 +35,10 @@ UNREAD_PARTS = frozenset({"thinking", "redacted_thinking", "tool_addition", "too
 def newest_question(roles: Iterable[str]) -> int:
     """Return the index of the newest message of the user, whose files cannot be replaced by a placeholder.
 
-    Clients whose results of tools contain only text send the files of a result in a message of the user after it.
+    Clients that send only text in results of tools send the files of a result in a message of the user after it.
 
     Returns:
-        -1 if there is no such message, or if it follows results of tools.
+        The index, or -1 if there is no such message or it follows results of tools.
     """
     newest, before = -1, ""
     for number, role in enumerate(roles):

@@ -1,4 +1,4 @@
-"""Submit the requests of routes and notebooks, and report the end of each request exactly once; log a line about it."""
+"""Submit the requests of routes and notebooks, report the end of each request exactly once, and log a line about it."""
 
 from __future__ import annotations
 

@@ -140,8 +140,9 @@ def requested_model(name: str) -> str | None:
 
 
 def _parameters(request: CompatibleFields, *, temperature: float) -> dict[str, Any]:
-    """Return the fields of the engine's request that chats and plain completions share. Those of ``Sampling`` have the
-    same names.
+    """Return the fields of the engine's request that chats and plain completions share.
+
+    The fields of ``Sampling`` have the same names.
 
     Args:
         temperature: The default of the format, used for null.
@@ -210,11 +211,11 @@ def _continues(request: ChatRequest, *, is_enforced: bool) -> bool:
 
 
 def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:
-    """Yield the messages for the chat template. Results of tools follow the message with their calls, as templates
-    expect it, even if the client has sent other messages between them.
+    """Yield the messages for the chat template.
 
-    A call without an id gets one. A result without an id belongs to the first call of its function in the last answer
-    with calls, or else to the first of these calls that has no result yet.
+    Results of tools follow the message with their calls, as templates expect it, even if the client has sent other
+    messages between them. A call without an id gets one. A result without an id belongs to a call of the last answer
+    with calls: the first one of its function that has no result yet, or else the first one that has none.
     """
     newest = newest_question(message.role for message in messages)
     groups: list[list[Mapping[str, Any]]] = []

@@ -54,7 +54,7 @@ Written = Annotated[
     BeforeValidator(lambda value: "" if value is None else value),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-"""A text that some clients send as null if it is empty."""
+"""A text for which some clients send null if it is empty."""
 
 
 def _check_token_id(key: str) -> str:
@@ -74,7 +74,7 @@ TokenKey = Annotated[str, AfterValidator(_check_token_id)]
 
 
 def read_biases(given: Any) -> Any:
-    """Return an object of biases also for llama.cpp's list of pairs. False, which excludes a token, is -100."""
+    """Convert llama.cpp's list of pairs to an object of biases. False, which excludes a token, becomes -100."""
     is_list = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
     pairs = {str(token): bias for token, bias in given} if is_list else given
     if not isinstance(pairs, dict):

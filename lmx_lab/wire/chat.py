@@ -134,8 +134,8 @@ class ChatMessage(LenientModel):
     tool_calls: MessageToolCalls | None = None
     """Only in messages of the assistant."""
     tool_call_id: str | None = None
-    """Only in messages of a tool: the id of the call that it answers. Without it, the message answers the first call of
-    the last answer that has no result, of the function ``name`` if there is one."""
+    """Only in messages of a tool: the id of the call that it answers. Without it, the message answers the first call
+    without a result in the last answer with calls, preferably one of the function ``name``."""
     reasoning_content: str | None = None
     """Only in messages of the assistant: its reasoning, for templates that show it to the model again."""
     reasoning: str | None = None
@@ -148,7 +148,7 @@ class ChatMessage(LenientModel):
     prefix: bool | None = None
     """DeepSeek's name for ``continue_final_message``, in the last message."""
     function_call: CalledFunction | None = None
-    """Only in messages of the assistant: a call, in the form that is older than ``tool_calls``. A message of the role
+    """Only in messages of the assistant: a call, in the older form of ``tool_calls``. A message of the role
     ``function`` has its result."""
     # openai-python's ``parse`` adds this field to an answer; it repeats the content.
     parsed: Any = None

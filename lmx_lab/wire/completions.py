@@ -68,7 +68,7 @@ PieceLists = TypeAliasType(
 
 
 def mixed_shape_of(prompt: Any) -> str | None:
-    """Return the tag of a prompt's type as ``shape_of``, also for texts and token ids in one list."""
+    """Return the tag of a prompt's type, as ``shape_of`` does, but also for texts and token ids in one list."""
     if not isinstance(prompt, list):
         return shape_of(prompt)
     kinds = set(map(type, prompt))
@@ -206,11 +206,11 @@ class LlamaRequest(LenientModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "The sea is", "n_predict": 16}]})
 
     prompt: LlamaPrompt = ""
-    """As in ``CompletionRequest``, also with texts and token ids in one prompt. For ``/infill``, the beginning of the
+    """As in ``CompletionRequest``, but a prompt may also mix texts and token ids. For ``/infill``, the beginning of the
     text in the gap."""
     stream: bool | None = False
     n_predict: Annotated[int, Field(ge=-2), WHOLE] | None = None
-    """Maximum number of tokens; -1 and -2 set no limit, and with 0 the prompt is only computed."""
+    """Maximum number of tokens; -1 and -2 set no limit, and 0 only computes the prompt."""
     n_probs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns no log-probabilities."""
     input_prefix: str = ""

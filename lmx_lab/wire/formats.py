@@ -179,7 +179,7 @@ class RegexFormat(RequestModel):
 
     type: Literal["regex"]
     regex: Pattern
-    r"""The expression, in the syntax that JavaScript and Python share. ``\d``, ``\w`` and ``\s`` match ASCII
+    r"""The expression, in the syntax that JavaScript and Python share. ``\d``, ``\w`` and ``\s`` match only ASCII
     characters."""
 
 

@@ -111,7 +111,7 @@ class ToolDefinition(LenientModel):
 
     type: str | None = None
     name: Name | None = None
-    """Required unless the type is one of other tools, such as ``mcp_toolset``."""
+    """Required, except for types of hosted tools without a name, such as ``mcp_toolset``."""
     description: str | None = None
     input_schema: ParameterSchema | None = None
     strict: bool | None = None

@@ -133,7 +133,7 @@ Functions = TypeAliasType(
     "Functions",
     Annotated[list[FunctionDefinition], FailFast(), Field(max_length=TOOL_LIMIT), AfterValidator(_check_tools)],
 )
-"""The functions of requests that are older than tools."""
+"""The functions of a request, in the older form of tools."""
 
 
 def unique_functions(tools: Iterable[FunctionTool | HostedTool]) -> dict[str, FunctionDefinition]:
@@ -223,7 +223,7 @@ FunctionChoice = Annotated[
         custom_error_message="must be 'none', 'auto' or an object that names a function, such as {\"name\": \"...\"}",
     ),
 ]
-"""The choice among the functions of requests that are older than tools."""
+"""The choice among the functions of a request, in the older form of ``tool_choice``."""
 
 
 def check_choice(
@@ -232,13 +232,13 @@ def check_choice(
     *,
     fields: tuple[str, str] = ("tools", "tool_choice"),
 ) -> None:
-    """Check that the functions that the choice names exist.
+    """Check that the functions exist that the choice names or requires.
 
     Args:
-        fields: The names of the fields of the functions and of the choice.
+        fields: The names of the request's fields with the functions and with the choice.
 
     Raises:
-        ValueError: it does not.
+        ValueError: one does not exist.
     """
     if choice in (None, "none", "auto"):
         return

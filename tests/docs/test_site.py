@@ -1,4 +1,4 @@
-"""Test what the site needs, without building it: ``make docs`` fails on broken links and on warnings."""
+"""Test what the site needs without building it. ``make docs`` itself fails on broken links and on warnings."""
 
 import inspect
 import runpy

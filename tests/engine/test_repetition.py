@@ -82,8 +82,9 @@ async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministi
 async def test_answers_are_the_same_in_any_order_with_cached_prefixes_and_cancelled_requests(
     smollm2, smollm2_gguf, options
 ):
-    """All answers whose fingerprint does not end with ``-batch-dependent``: on llama.cpp without an option, those to
-    short prompts.
+    """Compares all answers whose fingerprint does not end with ``-batch-dependent``.
+
+    On llama.cpp without an option, these are the answers to short prompts.
     """
     entry = smollm2 if "engine" in options else entry_of(smollm2_gguf, smollm2.id)
     draw = random.Random(7)

@@ -265,7 +265,7 @@ def test_a_response_that_is_not_stored_is_continued_on_its_connection_only(http,
     assert error_in(missing) == ("previous_response_not_found", "previous_response_id")
 
 
-def test_an_item_that_is_not_stored_is_referred_to_on_its_connection_only(http, connected):
+def test_an_item_of_a_response_that_is_not_stored_is_found_on_its_connection_only(http, connected):
     client = connected()
     first = events_of(client, create(input="The word is cobalt.", store=False))[-1]["response"]
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}

@@ -52,9 +52,9 @@ def test_the_real_model_knows_paris_and_a_stream_has_the_same_text(real):
 
 
 def test_a_request_with_functions_is_answered_in_their_form(echo):
-    said = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
     zone = {"type": "object", "properties": {"zone": {"type": "string"}}}
-    fields = {"model": "echo", "messages": [{"role": "user", "content": said}]}
+    fields = {"model": "echo", "messages": [{"role": "user", "content": call}]}
     fields |= {"functions": [{"name": "clock", "parameters": zone}]}
     (choice,) = echo.chat.completions.create(**fields).choices
     assert (choice.finish_reason, choice.message.tool_calls) == ("function_call", None)

@@ -201,12 +201,12 @@ def test_a_stored_response_is_continued_read_and_deleted(client):
 
 
 @pytest.mark.parametrize("kind", [{"type": "item_reference"}, {"type": None}, {}])
-def test_items_of_stored_responses_are_referred_to_by_their_ids(kind, http):
+def test_items_of_stored_responses_are_found_by_their_ids(kind, http):
     first = http.post(PATH, json=body(input="one")).json()
     second = http.post(PATH, json=body(previous_response_id=first["id"], input="two")).json()
     asked = http.get(f"{PATH}/{second['id']}/input_items").json()["data"][0]["id"]
-    said = [first["output"][0]["id"], second["output"][0]["id"]]
-    referred = [{**kind, "id": each} for each in (asked, *said)]
+    answers = [first["output"][0]["id"], second["output"][0]["id"]]
+    referred = [{**kind, "id": each} for each in (asked, *answers)]
     third = http.post(PATH, json=body(input=[*referred, {"role": "user", "content": "three"}])).json()
     shown = http.get(f"{PATH}/{third['id']}/input_items", params={"order": "asc"}).json()["data"]
     texts = [(item["role"], item["content"][0]["text"]) for item in shown]
@@ -217,9 +217,8 @@ def test_items_of_stored_responses_are_referred_to_by_their_ids(kind, http):
 
 def test_ids_that_clients_choose_and_items_of_deleted_responses_are_not_found(http):
     stored = http.post(PATH, json=body(input=[{"role": "user", "content": "one", "id": "msg_mine"}])).json()
-    said = stored["output"][0]["id"]
     http.delete(f"{PATH}/{stored['id']}")
-    for gone in ("msg_mine", said):
+    for gone in ("msg_mine", stored["output"][0]["id"]):
         error = http.post(PATH, json=body(input=[{"type": "item_reference", "id": gone}])).json()["error"]
         assert (error["param"], f"the id '{gone}'" in error["message"]) == ("input.0.id", True)
 

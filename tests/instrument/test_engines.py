@@ -155,7 +155,7 @@ def test_entropies_and_ranks_equal_those_of_the_whole_distribution(lab, tiny):
         assert token.rank == 1
 
 
-def test_the_lens_panel_has_entropies_and_scores_log_probabilities_without_them_again(lab):
+def test_the_lens_panel_scores_an_answer_again_if_its_log_probabilities_have_no_entropies(lab):
     lab.chat("hello", max_tokens=3, temperature=0, ignore_eos=True)
     reader = Reader(LensPanel(lab.workbench))
     reader.until(lambda panel: panel.answer.get("scored") and has_entropies(panel) and not panel.busy)

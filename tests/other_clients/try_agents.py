@@ -4,7 +4,7 @@
 ``docs/clients.md`` from ``FOLDER/node_modules``, configured as the page shows. The agent has to fix a planted bug
 through tool calls, and to continue the session in another process, whose prompt must be in the prefix cache. Then it
 has to call a tool of an MCP server by a name of 100 characters, and to return a picture as the result of another tool.
-The exit status is 1 if one of them does not.
+The exit status is 1 if an agent fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUG, FIXED = "result -= price", "result += price"
 PROGRAM = f"def total(prices):\n    result = 0\n    for price in prices:\n        {BUG}\n    return result\n"
 FIRST, SECOND, THIRD = "Fix the bug in prices.py.", "Is anything else wrong?", "Describe picture.png."
 ENDS = ("The total is now a sum.", "Nothing else is wrong.")
-"""The last answers of the first two sessions. In the third one, the engine repeats the result of the last tool."""
+"""The last answers to the first two prompts. The answer to the third one repeats the result of the last tool."""
 PICTURE_SERVER = Path(__file__).with_name("picture_server.py")
 SHOWN = "[image, not shown to this model]"
 NAME_CHARACTERS = 100
@@ -55,9 +55,7 @@ class Agent:
     view_picture: Callable[[Path], dict[str, Any]]
     """Returns the call that reads a picture."""
     tool_prefix: str | None = "mcp__pictures__"
-    """What the agent inserts before the names of the tools of the MCP server ``pictures``; None if it does not offer
-    them.
-    """
+    """Prefix of the names of tools of the MCP server ``pictures``; None if the agent does not offer these tools."""
     first: Sequence[str]
     """Command that starts a session; the prompt is appended."""
     second: Sequence[str]
@@ -100,7 +98,7 @@ AGENTS = (
         first=(*CODEX, *CODEX_OPTIONS),
         second=(*CODEX, "resume", "--last", *CODEX_OPTIONS),
     ),
-    # A model that it knows gets the custom tool apply_patch, and must search for the tools of MCP servers.
+    # Codex offers the custom tool apply_patch to a model that it knows, which must search for the tools of MCP servers.
     Agent(
         title="Codex CLI",
         package="@openai/codex",
@@ -157,7 +155,7 @@ def main(folder: Path) -> int:
 
 
 def try_agent(agent: Agent, place: Path, programs: Path) -> tuple[str, str]:
-    """Run three sessions of an agent; return what is wrong, or "", and a report."""
+    """Send three prompts to an agent in one session; return what is wrong, or "", and a report."""
     project, home = place / "project", place / "home"
     project.mkdir()
     home.mkdir()

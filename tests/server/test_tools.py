@@ -292,7 +292,7 @@ def test_results_follow_their_calls_in_the_template(note):
     ]
 
 
-def test_results_without_ids_belong_to_the_calls_of_their_function_or_in_their_order():
+def test_results_without_ids_belong_to_the_first_call_of_their_function_or_else_to_the_first_call():
     named = [{"function": {"name": name}} for name in ("look", "hear", "look")]
     answers = [result_of(None, name="hear"), result_of(None, name="look"), result_of(None)]
     _, *results = prompt(messages=[with_calls(*named), *answers]).messages
@@ -302,7 +302,7 @@ def test_results_without_ids_belong_to_the_calls_of_their_function_or_in_their_o
     assert again[5]["tool_call_id"] == "call_4"
 
 
-def test_functions_are_tools_of_which_one_is_called():
+def test_functions_become_tools_of_which_one_is_called_at_a_time():
     found = use(
         functions=[{"name": "look", "parameters": {"type": "object"}}, {"name": "hear"}], function_call={"name": "look"}
     )

@@ -66,7 +66,7 @@ class MemoryRange:
     permissions: str
     offset: int
     path: str
-    """Empty without a file."""
+    """Empty if no file is mapped."""
 
 
 def mappings() -> Iterator[MemoryRange]:

@@ -1,4 +1,4 @@
-"""Replace functions of OpenBLAS and MLX by faster ones, in x86-64 machine code on executable pages."""
+"""Replace functions of OpenBLAS and MLX with faster ones, in x86-64 machine code on executable pages."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _map(address: int | None = None, flags: int = 0) -> int:
 
 
 def processor_facts(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Return what the system says about the first processor, such as ``flags``; empty if it says nothing."""
+    """Return what the system reports about the first processor, such as ``flags``; empty if it reports nothing."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:
@@ -182,8 +182,9 @@ def _jump(target: int) -> bytes:
 
 
 class Exponential:
-    """A faster replacement of MLX's scalar ``exp`` with identical results. Replace and restore it only while MLX does
-    not compute.
+    """A faster replacement of MLX's scalar ``exp`` with identical results.
+
+    Replace and restore it only while MLX does not compute.
 
     MLX's Linux wheel is compiled for processors without fused multiply-add. Each ``exp`` of float32 therefore calls the
     C library six times, and softmax, sigmoid and logsumexp spend nearly all of their time there. The function is

@@ -128,11 +128,13 @@ def attend(
     queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, window: int | None = None
 ) -> Steps:
     """Compute attention of all tokens to all, or to tokens that are at most ``window`` away, in blocks of bounded size.
-    The result has the shape (rows, length, size).
 
     Args:
         queries: (rows, heads, length, head size), like keys and values.
         mask: (rows, length), False for padding; None if there is no padding.
+
+    Returns:
+        The result, with the shape (rows, length, size).
     """
     rows, heads, length, size = queries.shape
     block = block_length(rows, heads, length, window)

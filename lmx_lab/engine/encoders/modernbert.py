@@ -88,8 +88,9 @@ def _theta(config: ModelConfig, kind: str) -> float:
 
 
 class ModernBert(Encoder):
-    """A ModernBERT model. The head of a classifier computes a score from the first token or the mean of all tokens,
-    through one more layer.
+    """A ModernBERT model.
+
+    The head of a classifier computes a score from the first token or the mean of all tokens, through one more layer.
     """
 
     prefix, ignored = r"model\.", r"head\.|decoder\.|classifier\."

@@ -48,19 +48,19 @@ CACHE_SIZE = 32
 SAMPLE = '{"a b": 1}'
 """A text from which it is seen whether a tokenizer adds something to texts."""
 LOCATED = 256
-"""Number of parts of a schema among which the cause of an error is looked for."""
+"""Maximum number of parts of a schema that are searched for the cause of an error."""
 PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
-"""Lines of a grammar that end a reason of llguidance. The caller has written only some of them."""
+"""Matches the lines of a grammar at the end of a reason of llguidance. The caller has written only some of them."""
 IS_CONVERTED = re.compile(r"start: (?:/|R0_)")
-"""The beginning of a grammar that was written for a regular expression or for GBNF."""
+"""Matches the beginning of a grammar that was converted from a regular expression or from GBNF."""
 REASONS = (
     ("NoExtensionBias", "no text can be a whole answer of this form"),
-    ("ParserTooComplex|LexerTooComplex", "it has become too complex"),
+    ("ParserTooComplex|LexerTooComplex", "it is too complex"),
     (".*regex parse error.*\nerror: (.*)", r"regular expression: \1; correct it"),
     (
         ".*lookarounds not supported.*",
-        "^ and $ are only supported at the ends of a regular expression, and boundaries of words nowhere; remove them",
+        "^ and $ are only supported at the ends of a regular expression, and word boundaries are not; remove them",
     ),
     (".*Unable to determine if regex.*", "minLength is too large to be enforced with a pattern or a format; lower it"),
     (".*[Rr]egex is empty.*", "no text has this length and form; change minLength, maxLength, pattern or format"),
@@ -74,7 +74,7 @@ REASONS = (
     (".*JSON schema: Unsatisfiable schema: anyOf is empty", "enum or anyOf is empty; add a value"),
     (".*JSON schema: (?:Unsatisfiable schema: )?(.*)", r"\1; correct it"),
 )
-"""llguidance's reasons, and our words for them."""
+"""Patterns of llguidance's reasons, and the texts that replace them in messages."""
 
 
 def read_token_table(tokenizer: Any, *, width: int, markers: Set[int]) -> TokenTable:
@@ -230,7 +230,7 @@ class GrammarCompiler:
             raise InvalidRequestError(message, param=param)
 
     async def _locate(self, schema: Any, whole: str, reason: str, limit_s: float) -> tuple[str, str]:
-        """Return the place of the smallest part of a schema that cannot be enforced either, and its reason."""
+        """Return the place of the smallest part of a schema that cannot be enforced on its own, and the reason."""
         places = [each for each in itertools.islice(subschemas(schema), LOCATED) if each[1] is not False]
         shared = {key: schema[key] for key in DEFINITIONS if isinstance(schema, dict) and key in schema}
         alone = [{**shared, **part} if isinstance(part, dict) else part for _, part in places]

@@ -60,8 +60,8 @@ SHORTEST: Mapping[str, int] = {
 }
 """Smallest length of a text with each format."""
 LEAST_LENGTH = 16
-"""Largest ``minLength`` that is enforced beside a pattern or a format. With a larger one, llguidance often fails to
-find out whether any text is long enough."""
+"""Largest ``minLength`` that is enforced beside a pattern or a format. With a larger one, llguidance often cannot
+determine whether any text is long enough."""
 PATTERN_LENGTH = 64
 """Largest length of a number or time with a pattern, or of a text with one of these formats and a pattern."""
 INTEGERS: Mapping[str, tuple[int, int]] = {
@@ -182,14 +182,14 @@ def _normal(schema: Any) -> Any:
 
 
 def _endless(schema: Any) -> tuple[str, ...] | None:
-    """Return the path of a schema whose values would contain each other without an end; None if there is none.
+    """Return the path of a schema whose values can never end, because they contain each other; None if there is none.
 
-    A definition that is not used may be one.
+    Such a schema is allowed in a definition that is not used.
     """
     places = [(path, part) for path, part in subschemas(schema) if isinstance(part, dict)]
     conditions = {id(part): _conditions(part, schema) for _, part in places}
     users: dict[int, list[int]] = {}
-    """The schemas that have to be considered again when a schema is found to end."""
+    """For each schema, those to check again when it is known that its values end."""
     for user, groups in conditions.items():
         for part in chain.from_iterable(groups):
             users.setdefault(id(part), []).append(user)
@@ -368,7 +368,7 @@ def _normalize_text(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def portable(pattern: str) -> str:
-    """Return a pattern of JavaScript or Python as one of llguidance. The texts that it matches also match in both."""
+    """Convert a pattern of JavaScript or Python to one of llguidance, which matches only texts that match in both."""
     dot_all = DOT_ALL.search(pattern) is not None
 
     def in_class(found: re.Match[str], *, negated: bool) -> str:
@@ -456,7 +456,7 @@ def _can_be_closed(schema: dict[str, Any]) -> bool:
 
 
 def subschemas(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Iterate over the schemas in a schema, and the schema itself at the end, with their paths."""
+    """Iterate over the schemas in a schema with their paths, and then the schema itself."""
     if isinstance(schema, dict):
         for key in (*SCHEMAS_BY_NAME, *SCHEMA_LISTS, *SINGLE_SCHEMAS):
             given = schema.get(key)

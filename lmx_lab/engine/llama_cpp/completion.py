@@ -41,8 +41,8 @@ MAX_TOKEN_BYTES = 16
 """Longer tokens do not end within a character."""
 MAX_SEQUENCES = 16
 EXACT_PROMPT_TOKENS, EXACT_TOKENS = 63, 256
-"""Maximum number of tokens of a prompt that is computed in the same way however it is divided into steps, and of the
-prompt and its answer. See ``INVARIANT_ATTENTION`` in ``engine``."""
+"""Maximum numbers of tokens of a prompt, and of a prompt with its answer, up to which the result does not depend on the
+division into steps. See ``INVARIANT_ATTENTION`` in ``engine``."""
 
 
 def sampling(
@@ -116,8 +116,9 @@ def needs_steps(request: GenerationRequest, grammar: str | None) -> bool:
 
 
 def is_repeatable(generation: LlamaGeneration) -> bool:
-    """Return whether the answer is greedy or has a seed, and its prompt is short enough to be computed in the same way
-    each time, if no cached tokens are used: those of a longer prompt were computed in another way.
+    """Return whether the answer is greedy or has a seed, and its prompt is so short that the result is always the same.
+
+    This requires that no cached tokens are used, because those of a longer prompt were computed differently.
     """
     sampling = generation.request.sampling
     return (not sampling.temperature or sampling.seed is not None) and len(generation.prompt) <= EXACT_PROMPT_TOKENS
@@ -276,7 +277,7 @@ class AnswerReader:
         return generation.finish is None and 0 < output_tokens == len(self.tokens) and self._hidden is None
 
     def can_lend(self, generation: LlamaGeneration, tokens: int) -> bool:
-        """Return whether the answer may be interrupted for a copy of its slot, which has at least ``tokens`` tokens."""
+        """Return whether the answer may be interrupted to copy its slot, which must have at least ``tokens`` tokens."""
         if generation.output_tokens:
             return self.can_continue(generation)
         return generation.finish is None and generation.cached_tokens + generation.computed_tokens >= tokens
@@ -401,7 +402,7 @@ class Slot:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Locked while llama.cpp computes, saves or restores it."""
     awaited: tuple[int, ...] = ()
-    """For each request that waits for the lock in order to copy the state: how many tokens of it."""
+    """For each request that waits for the lock to copy the state, the number of tokens that it needs."""
 
 
 def set_decoding_at(generation: LlamaGeneration, now: float) -> None:

@@ -194,7 +194,7 @@ class Model:
         return list(ids[: max(0, count)])
 
     def forget(self, position: int) -> int:
-        """Forget the tokens from a position on, and return how many are left: none if the model cannot keep a part."""
+        """Forget the tokens from a position on. Return how many are left: 0 if the model cannot keep a part of them."""
         memory = self._ggml.function("llama_get_memory", c_void_p, c_void_p)(self._context)
         remove = self._ggml.function("llama_memory_seq_rm", c_bool, c_void_p, c_int32, c_int32, c_int32)
         if position and remove(memory, 0, position, -1):

@@ -1,4 +1,4 @@
-"""Score texts with a model of its own: ``python -m lmx_lab.engine.llama_cpp.score_worker``.
+"""Score texts in a separate process: ``python -m lmx_lab.engine.llama_cpp.score_worker``.
 
 Arguments: the private folder of the process, and the id of the parent process, with which this process ends. The first
 line of standard input is a JSON object with ``fields`` (``model.path``, ``tokens``, ``threads``, ``step_tokens`` and

@@ -1,8 +1,8 @@
 """Score the tokens of a prompt with llama.cpp, whose server reports log-probabilities of generated tokens only.
 
-They are computed in a process of their own (``score_worker``), with the weights mapped from the same file, so that the
-tokens of a prompt are computed together and a crash does not end answers. It is started by the first prompt, and ended
-when it has not been used for a while.
+A separate process (``score_worker``) computes them, so that the tokens of a prompt are computed together and a crash
+does not end answers. It maps the weights from the same file. It is started for the first prompt, and ended after
+``IDLE_S`` without use.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LlamaScorer:
         self._tokens = 0
         """Length of the context of the process."""
         self._scope: str | None = None
-        """The scope of the prompt whose tokens the process remembers."""
+        """The scope of the prompt whose tokens are in the context."""
         self._idle: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
         """Ends a process that is not used."""
@@ -70,7 +70,7 @@ class LlamaScorer:
         """Return the log-probability of each token of a prompt, its rank, the entropy, and ``top`` alternatives.
 
         Args:
-            scope: The scope in which a computed beginning of the prompt may be used again.
+            scope: The scope in which the prefix of a scored prompt may be used again.
             start: Position of the first token that is scored. The tokens before it, and the first one, have no score.
             progress: Called with the number of tokens that were scored so far.
 

@@ -1,11 +1,10 @@
-"""Choose the slots of llama.cpp for requests, and keep the conversations that have lost theirs in files of the process.
-Belongs to the manager's loop.
+"""Choose the slots of llama.cpp for requests, and save the states of conversations that have lost their slots.
 
-A request continues the longest known beginning of its prompt: of a slot, or of a saved state. If another answer is
-computed in that slot, the request waits until it ends or is interrupted, unless computing the beginning is faster.
-llama.cpp computes only slots with consecutive numbers together (measured: four answers in the slots 0, 2, 4 and 6 took
-1.6 times the CPU time per token of those in 0 to 3). A request therefore gets a slot beside those in use, into which
-the state of another slot is copied.
+Belongs to the manager's loop. A request continues the longest prefix of its prompt that a slot or a saved state has. If
+another answer is computed in that slot, the request waits until the answer ends or is interrupted, unless computing the
+prefix is faster. llama.cpp computes only slots with consecutive numbers together (measured: four answers in the slots
+0, 2, 4 and 6 took 1.6 times the CPU time per token of those in 0 to 3). A request therefore gets a slot next to those
+in use, into which the state of another slot is copied.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ MIN_KEPT = 0.5
 MIN_GAIN_TOKENS = 32
 """Minimum number of tokens for which a state is saved or restored. Computing fewer takes about as long as a file."""
 COPIED_TOKENS = 20
-"""Number of tokens whose state is copied in the time in which one is computed (measured: 40)."""
+"""Number of tokens whose state is copied in the time that computing one takes (measured: 40)."""
 PATIENCE = 0.25
 """Maximum time to wait for an answer that cannot be interrupted and may be long, as a share of the time in which the
 awaited tokens would be computed. A client that stops an answer and sends the next turn is noticed sooner."""
 PATIENCE_TOKENS = 4
-"""The same as a number of tokens of that answer. The end of a closed connection is noticed when the second token after
-it is sent."""
+"""The same as a number of tokens of that answer. A closed connection is noticed when the second token after it is
+sent."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,13 +86,13 @@ class SlotStates:
         self._saved: list[SavedState] = []
         """In the order of their last use."""
         self.token_s = 0.002
-        """Time in which a token of a prompt was computed, of the last long prompt."""
+        """Time that a token of the last long prompt took."""
 
     async def take(self, generation: LlamaGeneration, prompt: list[int], *, uses_cache: bool = True) -> Slot:
-        """Return a slot for a generation that is running, with as many tokens of its prompt as are known.
+        """Return a slot for a generation that is running, with the longest known prefix of its prompt.
 
         Args:
-            uses_cache: Whether known tokens are used. If not, none are copied.
+            uses_cache: Whether the prefix may come from other slots and saved states.
 
         Raises:
             EngineError: the process has ended.
@@ -129,7 +128,7 @@ class SlotStates:
             if self._files is not None and uses_cache and not generation.output_tokens:
                 generation.row.restored_tokens = await self._files.restore(generation, slot, known=known)
             if slot.scope not in (scope, SHARED):
-                # If this is cancelled, the content of the slot is not known.
+                # If the request is cancelled here, the content of the slot is not known.
                 slot.scope = None
                 await self._connection.post(f"/slots/{slot.id}?action=erase", {})
             slot.scope, slot.tokens = scope, prompt
@@ -138,11 +137,12 @@ class SlotStates:
     def _choose(
         self, generation: LlamaGeneration, lengths: Mapping[Slot, int], tokens: int, refused: Collection[Slot]
     ) -> Slot:
-        """Return a slot that no other generation uses: one beside those in use, unless another one has a longer
-        beginning of the prompt that cannot be copied.
+        """Return a slot that no other generation uses.
+
+        It is next to those in use, unless another free slot has a longer prefix that cannot be copied.
 
         Args:
-            lengths: Number of tokens of the prompt with which each slot begins.
+            lengths: Length of the prefix of the prompt that each slot has, in tokens.
             tokens: Number of tokens of the prompt.
         """
         running = self._running()
@@ -162,12 +162,15 @@ class SlotStates:
         return beside if gain < MIN_GAIN_TOKENS or is_copied else best
 
     async def _publish(self, source: Slot, generation: LlamaGeneration, length: int, known: int) -> bool:
-        """Save the state of a slot as soon as llama.cpp does not compute it, and return whether that was in time, or
-        another generation has left the slot meanwhile.
+        """Save the state of a slot as soon as llama.cpp does not compute it.
 
         Args:
             length: Number of tokens of its state that the generation needs.
             known: Number of tokens that the generation has from elsewhere.
+
+        Returns:
+            Whether slots and saved states should be compared again: the state was saved in time, or the generation that
+            used the slot has left it.
         """
         user = source.user if source.user is not generation and source.user in self._running() else None
         wait_s = END_S if user is None else self._patience_s(user, length - known)
@@ -192,7 +195,7 @@ class SlotStates:
         )
 
     def _patience_s(self, user: LlamaGeneration, missing: int) -> float:
-        """Return how long to wait for the state of a slot in use instead of computing the missing tokens."""
+        """Return how long to wait for the state of a slot in use before the missing tokens are computed instead."""
         computing_s, tokens = missing * self.token_s, user.output_tokens
         if user.row.can_continue(user):
             return END_S

@@ -353,7 +353,7 @@ class Earlier:
     """The responses with the items to which the input refers, by the id of the item."""
 
     def conversation(self, body: ResponsesRequest | CompactRequest) -> tuple[list[Any], int]:
-        """Return all items: those of the previous response and before it, and the input; and their number before it.
+        """Return all items of the conversation, including the input, and the number of items before the input.
 
         Raises:
             InvalidRequestError: no stored response has the item to which the input refers.
@@ -467,10 +467,11 @@ class ResponseStore:
         return previous
 
     def holder(self, item_id: str) -> StoredResponse | None:
-        """Return the response with an item in its output, or in the conversation before it as ``input_items`` returns
-        it; None if there is none. Ids that a client has chosen are not found, because other clients could guess them.
+        """Return the response that has an item in its output or its ``input_items``; None if there is none.
+
+        Ids that a client has chosen are not found, because other clients could guess them.
         """
-        # See ``_shown``.
+        # ``_shown`` gives items of the conversation ids that contain the id of the response.
         before = item_id.partition("_")[2].rpartition("_")[0]
         return self._responses.get(self._holders.get(item_id, f"resp_{before}"))
 

@@ -29,7 +29,7 @@ def long_models(tmp_path_factory, smollm2, tiny_gguf):
 
 @pytest.fixture(scope="session")
 def with_names(tmp_path_factory, smollm2, tiny_gguf):
-    """Returns the same with other names of tokens, and another template of the GGUF file."""
+    """Return a function that makes tiny models with other names of tokens, and another template of the GGUF file."""
 
     def make(id_, change, tokens, template):
         folder = tmp_path_factory.mktemp(id_)

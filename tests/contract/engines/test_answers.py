@@ -161,7 +161,7 @@ async def test_a_prompt_that_is_far_too_long_is_refused_with_its_least_length(mo
             await model.submit(request(prompt=TextPrompt(text=" " * 5_000_000)))
 
 
-async def test_a_prompt_that_does_not_fit_in_the_context_is_counted(model):
+async def test_a_prompt_that_exceeds_the_context_length_is_counted(model):
     count = len(await model.model.encode(request(prompt=chat("word " * 50_000))))
     # 512 tokens fit.
     assert 50_000 <= count < 110_000
@@ -480,7 +480,7 @@ async def test_a_scored_prompt_that_is_cancelled_leaves_nothing_behind(model):
 
 
 async def scores_of(model, prompt, **changes):
-    """The log-probabilities of a prompt, with 0 for those that are not scored."""
+    """Return the log-probabilities of a prompt, with 0 for tokens that are not scored."""
     asked = {"prompt": prompt, "score_prompt": True, "top_logprobs": 1, "max_tokens": 0, **changes}
     stream = await model.submit(request(**asked))
     await finish(stream)

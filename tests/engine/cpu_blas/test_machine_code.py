@@ -1,4 +1,4 @@
-"""Functions of MLX and OpenBLAS are replaced by faster ones with the same results, and restored."""
+"""Functions of MLX and OpenBLAS are replaced with faster ones that have the same results, and restored."""
 
 import ctypes
 import itertools

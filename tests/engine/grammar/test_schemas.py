@@ -207,7 +207,7 @@ A = {"$ref": "#/$defs/a"}
         ({"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}, "additionalProperties"),
     ],
 )
-def test_a_schema_that_no_value_ends_is_refused(schema, place):
+def test_a_schema_whose_values_never_end_is_refused(schema, place):
     with pytest.raises(InvalidRequestError, match=rf"^{re.escape(place)} requires a value like itself"):
         enforceable(schema, strict=False)
 

@@ -1,4 +1,4 @@
-"""Prompts are scored in a process of their own, which may end without ending answers."""
+"""Prompts are scored in a separate process, whose end does not end answers."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ async def score(manager, prompt):
     return [entry.logprob for entry in stream.prompt_scores.tokens]
 
 
-async def test_a_process_that_dies_ends_one_score_and_no_answer(manager):
+async def test_if_the_process_dies_one_score_fails_and_no_answer(manager):
     assert scoring_processes() == []
     expected = await score(manager, numbers(100))
     (process,) = scoring_processes()
