@@ -7,7 +7,7 @@
 # parity       compare encoders and decoders with PyTorch, in a separate environment
 # cluster      test Ray Serve, Ray Data and Dask with local clusters, in a separate environment
 # panels       build the JavaScript of the panels
-# docs         build the documentation as a site in build/site, and check its links; after make gallery with its outputs
+# docs         build the documentation as a site in build/site, with the pages of make gallery, and check its links
 # gallery      run all notebooks and render them as pages in build/gallery
 # clients      test other projects' clients against a running server, in a separate environment
 # harnesses    run lm-evaluation-harness, Inspect and llama-benchy against both engines, and copy evaluations to MLflow and W&B, in a separate environment
