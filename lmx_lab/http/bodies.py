@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -28,6 +29,8 @@ from lmx_lab.wire.base import DIGITS_LIMIT, Structure
 
 T = TypeVar("T")
 
+MODEL = "lmx_lab.model"
+"""Key of a request's scope: the name of the model in the path, which replaces that in the body; None without one."""
 NESTING_LIMIT = 64
 RETRY_S = 2
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-large-bodies")
@@ -247,7 +250,7 @@ class StrictRoute(APIRoute):
                     is_of_a_page = not {"origin", "sec-fetch-site", "sec-fetch-mode"}.isdisjoint(request.headers)
                     if kind != "application/json" and (kind or is_of_a_page):
                         raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")
-                    value = await read_json(body, self._validate)
+                    value = await read_json(body, partial(self._validate, model=request.scope.get(MODEL)))
                 # Not the same request, which exists until the end of the response and would keep the body in memory.
                 # FastAPI accepts the valid object as it is, in place of a parsed body.
                 parsed = Request(request.scope, request.receive)
@@ -256,10 +259,16 @@ class StrictRoute(APIRoute):
 
         return strict if {"POST", "PATCH"} & set(self.methods or ()) else handle
 
-    def _validate(self, value: Any) -> Any:
-        """Return the object that FastAPI would create from the body. FastAPI would block the event loop meanwhile."""
+    def _validate(self, value: Any, *, model: str | None = None) -> Any:
+        """Return the object that FastAPI would create from the body. FastAPI would block the event loop meanwhile.
+
+        Args:
+            model: The name of the model in the path.
+        """
         if self.body_field is None or value is None:
             return value
+        if model is not None and isinstance(value, dict):
+            value["model"] = model
         valid, errors = self.body_field.validate(value, loc=("body",))
         if errors:
             error = validation_error(RequestValidationError(errors))

@@ -43,7 +43,7 @@ from lmx_lab.http.guard import (
 
 VERSION = version("lmx-lab")
 CONTENT_POLICY_HEADER = b"content-security-policy"
-ABSOLUTE = re.compile(r"/?https?://(?P<host>[^/?#]*)(?P<path>.*)", re.DOTALL)
+ABSOLUTE = re.compile(r"/?https?://(?P<host>[^/?#]*)(?P<path>.*)", re.DOTALL | re.IGNORECASE)
 """The target of a request that a client sends as to a proxy."""
 FIXED_HEADERS = (
     (b"x-lmx-lab", VERSION.encode()),

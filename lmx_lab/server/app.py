@@ -17,6 +17,7 @@ from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.lookup import entries_in_memory
 from lmx_lab.extras import optional_imports
+from lmx_lab.http.bodies import MODEL
 from lmx_lab.http.guard import OPEN_PATHS, ASGIApp, GuardPolicy
 from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
@@ -194,8 +195,9 @@ class OtherPaths(BaseRoute):
         prefix = scope.get("root_path", "")
         path = scope["path"].removeprefix(prefix)
         partial: tuple[Match, RouteScope] = (Match.NONE, {})
+        deployment = DEPLOYMENT.match(_single_slashes(path))
         for similar in similar_paths(path):
-            changed = {"path": prefix + similar}
+            changed = {"path": prefix + similar, MODEL: deployment["model"] if deployment is not None else None}
             for route in self._routes:
                 match, found = route.matches({**scope, **changed})
                 if match is Match.FULL:
@@ -209,13 +211,17 @@ class OtherPaths(BaseRoute):
         await route.handle(scope, receive, send)
 
 
-DEPLOYMENT = re.compile("^/+openai/+deployments/+[^/]+(?=/)")
-"""The beginning of the paths of Azure's service, whose clients also send the name of the model in the body."""
+DEPLOYMENT = re.compile("^/openai/deployments/(?P<model>.+?)(?=/(?:chat|completions|embeddings|responses)(?:/|$))")
+"""The beginning of the paths of Azure's service. They have the name of the model, which replaces that in the body."""
+
+
+def _single_slashes(path: str) -> str:
+    return re.sub("/+", "/", path)
 
 
 def similar_paths(path: str) -> Iterator[str]:
     """Yield other forms of a path: without empty parts, and with fewer prefixes or with ``/v1`` at the beginning."""
-    similar = re.sub("/+", "/", DEPLOYMENT.sub("", path)).rstrip("/")
+    similar = DEPLOYMENT.sub("", _single_slashes(path)).rstrip("/")
     # Limited, because each path is compared with those of all routes.
     for _ in range(3):
         if not similar:

@@ -158,8 +158,8 @@ async def _with_tokens(service: InferenceService, body: LlamaRequest, request: R
         return found
 
     changed, shape, biases = dict[str, Any](), mixed_shape_of(body.prompt), read_biases(extra.get("logit_bias"))
-    if shape in ("pieces", "list[pieces]"):
-        given: list[Any] = [body.prompt] if shape == "pieces" else list(body.prompt)
+    if shape in ("list[int | str]", "list[list[int | str]]"):
+        given: list[Any] = [body.prompt] if shape == "list[int | str]" else list(body.prompt)
         texts = sum(isinstance(piece, str) for each in given for piece in each)
         if texts > PROMPT_LIMIT:
             raise InvalidRequestError(
@@ -167,7 +167,7 @@ async def _with_tokens(service: InferenceService, body: LlamaRequest, request: R
                 param="prompt",
             )
         tokens = [await encode_all(each) for each in given]
-        changed["prompt"] = tokens[0] if shape == "pieces" else tokens
+        changed["prompt"] = tokens[0] if shape == "list[int | str]" else tokens
     if isinstance(biases, dict) and len(biases) <= PROMPT_LIMIT:
         changed["logit_bias"] = {}
         for name, bias in biases.items():

@@ -73,7 +73,7 @@ def mixed_shape_of(prompt: Any) -> str | None:
         return shape_of(prompt)
     kinds = set(map(type, prompt))
     is_mixed = len(kinds) > 1 or any(isinstance(each, list) and len(set(map(type, each))) > 1 for each in prompt)
-    return shape_of(prompt) if not is_mixed else "list[pieces]" if list in kinds else "pieces"
+    return shape_of(prompt) if not is_mixed else "list[list[int | str]]" if list in kinds else "list[int | str]"
 
 
 LlamaPrompt = Annotated[
@@ -81,8 +81,8 @@ LlamaPrompt = Annotated[
     | Annotated[Texts, Tag("list[str]")]
     | Annotated[TokenIds, Tag("list[int]")]
     | Annotated[TokenLists, Tag("list[list]")]
-    | Annotated[Pieces, Tag("pieces")]
-    | Annotated[PieceLists, Tag("list[pieces]")],
+    | Annotated[Pieces, Tag("list[int | str]")]
+    | Annotated[PieceLists, Tag("list[list[int | str]]")],
     Discriminator(
         mixed_shape_of,
         custom_error_type="shape_of_texts",

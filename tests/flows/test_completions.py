@@ -322,9 +322,16 @@ def test_a_prompt_of_llama_cpp_consists_of_texts_and_token_ids(http):
         assert [answer["content"] for answer in answers] == ["one", "two"]
     answers = http.post("/completion", json={"prompt": [["one", *two], "two"]}).json()
     assert [answer["content"] for answer in answers] == ["onetwo", "two"]
-    for prompt in ([[5], [True]], ["a", 5] * 1025, {}, [["a", -1]]):
-        error = error_of(http.post("/completion", json={"prompt": prompt}), 400, "invalid-request")
-        assert error["param"].startswith("prompt")
+    wrong = {
+        "prompt": (["a", 5] * 1025, {}),
+        "prompt.1": ([1, None], ["a", 2.5]),
+        "prompt.0.1": ([["a", -1]],),
+        "prompt.1.0": ([[5], [True]],),
+    }
+    for param, prompts in wrong.items():
+        for prompt in prompts:
+            error = error_of(http.post("/completion", json={"prompt": prompt}), 400, "invalid-request")
+            assert error["param"] == param
 
 
 def test_infill_fills_the_gap_between_two_texts(http):

@@ -58,7 +58,7 @@ def test_an_error_has_the_form_of_the_route_that_answers(http):
     [
         ("http://{host}/v1/models", 200),
         ("https://{host}/v1/models?limit=1", 200),
-        ("http://{host}", 200),
+        ("HTTP://{host}", 200),
         ("http://{host}/none", 404),
         # RFC 9112, 3.2.2: the host of the target counts, and not that of the header.
         ("http://other.example/v1/models", 421),
@@ -70,6 +70,18 @@ def test_a_target_may_be_a_whole_url(lab, target, status):
     with socket.create_connection(("127.0.0.1", lab.server.port)) as connection:
         connection.sendall(f"GET {target.format(host=host)} HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
         assert int(connection.recv(12).split()[1]) == status
+
+
+@pytest.mark.parametrize("operation", ["chat/completions", "completions", "embeddings", "responses"])
+def test_the_name_in_a_path_of_azures_service_is_the_model(http, operation):
+    texts = {"prompt": "hi"} if operation == "completions" else {"input": "hi"}
+    body = {"messages": [{"role": "user", "content": "hi"}]} if operation == "chat/completions" else texts
+    for known in ({}, {"model": None}, {"model": "gpt-4o"}):
+        path = f"/openai/deployments/echo/{operation}?api-version=2024-10-21"
+        assert http.post(path, json=body | known).json()["model"] == "echo"
+    response = http.post(f"/openai/deployments/a/model%2Fb/{operation}", json=body | {"model": "echo"})
+    assert response.status_code == 404
+    assert "'a/model/b'" in response.json()["error"]["message"]
 
 
 def test_a_websocket_is_found_at_another_path(lab):

@@ -18,7 +18,7 @@ from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan
 from lmx_lab.engine.llama_cpp.process import LlamaProcess, llama_environ
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.memory import Budget
-from lmx_lab.errors import EngineError
+from lmx_lab.errors import EngineError, UnusableModelError
 from lmx_lab.values.outputs import PromptScores, TokenLogprob, token_text
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.fingerprint import require_unchanged
@@ -76,8 +76,8 @@ class LlamaScorer:
 
         Raises:
             OutOfMemoryError: there is too little memory for another context.
-            UnusableModelError: the installed llama.cpp cannot score tokens, or the file has changed.
-            EngineError: the process ended.
+            UnusableModelError: the file has changed.
+            EngineError: the process ended, or could not be started.
         """
         table = await self._tokenizer.load_token_table()
         scores = [_entry(table, token, None) for token in prompt[: max(1, start)]]
@@ -108,7 +108,8 @@ class LlamaScorer:
         """Return the process, with a context of at least this number of tokens."""
         if self._idle is not None:
             self._idle.cancel()
-        if self._process is not None and not self._process.died.is_set() and tokens <= self._tokens:
+        # The memory of a process that was killed is released before ``died`` is set.
+        if self._process is not None and self._process.own_bytes and tokens <= self._tokens:
             return self._process
         await self.close()
         entry, fields = self._tokenizer.entry, self._fields
@@ -116,19 +117,23 @@ class LlamaScorer:
         cache_bytes = self._tokens * self._plan.token_bytes
         await in_thread(functools.partial(require_unchanged, entry))
         self._budget.require_free(cache_bytes, f"another context of {entry.id}")
-        self._process = await LlamaProcess.start(
-            entry.path,
-            {
-                "tokens": self._tokens,
-                "threads": fields["cpuparams.n_threads"],
-                "step_tokens": fields["n_ubatch"],
-                "cache_types": [fields.get("cache_type_k", KEYS), fields.get("cache_type_v", BFLOAT16)],
-            },
-            environ=llama_environ(os.environ),
-            max_bytes=entry.load_bytes + cache_bytes + EXTRA_BYTES,
-            free_bytes=lambda: self._budget.machine_free_bytes,
-            program=PROGRAM,
-        )
+        try:
+            self._process = await LlamaProcess.start(
+                entry.path,
+                {
+                    "tokens": self._tokens,
+                    "threads": fields["cpuparams.n_threads"],
+                    "step_tokens": fields["n_ubatch"],
+                    "cache_types": [fields.get("cache_type_k", KEYS), fields.get("cache_type_v", BFLOAT16)],
+                },
+                environ=llama_environ(os.environ),
+                max_bytes=entry.load_bytes + cache_bytes + EXTRA_BYTES,
+                free_bytes=lambda: self._budget.machine_free_bytes,
+                program=PROGRAM,
+            )
+        except UnusableModelError as exc:
+            # The model is loaded and can answer, so the request was not invalid.
+            raise EngineError(f"llama.cpp did not score the prompt: {exc.message}; try again") from exc
         return self._process
 
     def _end_idle(self) -> None:

@@ -1,19 +1,26 @@
 """Prompts are scored in a separate process, whose end does not end answers."""
 
 import asyncio
+import contextlib
 
 import psutil
 import pytest
 
 from lmx_lab.errors import EngineError
 from tests.support.engines import finish, numbers, request, run
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SCORED = {"score_prompt": True, "top_logprobs": 0, "max_tokens": 0}
 
 
 def scoring_processes():
-    return [each for each in psutil.Process().children() if "score_worker" in " ".join(each.cmdline())]
+    """Return the processes that have not ended."""
+    found = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [each] * ("score_worker" in " ".join(each.cmdline()))
+    return found
 
 
 async def score(manager, prompt):
@@ -51,3 +58,24 @@ async def test_the_process_ends_with_its_model(manager):
     assert len(scoring_processes()) == 1
     await manager.unload()
     assert scoring_processes() == []
+
+
+async def test_a_process_that_was_killed_between_two_scores_is_replaced(manager):
+    expected = await score(manager, numbers(100))
+    (process,) = scoring_processes()
+    process.kill()
+    until(lambda: scoring_processes() == [])
+    assert await score(manager, numbers(100)) == expected
+
+
+async def test_a_process_that_dies_while_it_starts_ends_one_score(manager):
+    expected = await score(manager, numbers(100))
+    # A longer prompt needs another process.
+    (old,) = scoring_processes()
+    scoring = await manager.submit(request(prompt=numbers(3000), **SCORED))
+    while not (started := [each for each in scoring_processes() if each != old]):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    started[0].kill()
+    with pytest.raises(EngineError, match=r"did not score the prompt: .* ended by SIGKILL"):
+        await finish(scoring)
+    assert await score(manager, numbers(100)) == expected
