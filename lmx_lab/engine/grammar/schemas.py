@@ -103,6 +103,8 @@ PATTERN_PART = re.compile(
 CLASSES: Mapping[str, str] = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r" \t\n\r\f\x0b"}
 """The characters of classes that match in JavaScript and in Python. A negated class excludes those of other scripts."""
 REPEATED_CLASS = re.compile(r"\^(\[\^?(?:\\.|[^\]\\\[])+\])([+*])\$")
+SIMPLE_PATTERN = re.compile(r"[^(){|*+?]*(?:[*+?][^(){|*+?]*){0,2}")
+"""Matches patterns that can be compared with any name in a short time."""
 DOT_ALL = re.compile(r"\(\?[a-z]*s")
 SAME_PARTS: Mapping[str, str] = {
     **{name: f"[{characters}]" for name, characters in CLASSES.items()},
@@ -218,16 +220,19 @@ def _conditions(schema: dict[str, Any], root: Any) -> list[list[Any]]:
         with suppress(UntranslatableError):
             needed.append(find(schema["$ref"], root))
     needed += schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+    options = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) and schema[key]]
     types = schema.get("type", "object" if {"properties", "required"} & schema.keys() else "array")
     named, required = schema.get("properties", {}), schema.get("required", [])
     if types in ("object", ["object"]) and isinstance(named, dict) and isinstance(required, list):
-        others = schema.get("additionalProperties")
-        needed += [named.get(name, others) for name in required if isinstance(name, str)]
-        needed += [others] if not named and _is_above(schema.get("minProperties"), 0) else []
+        needed += [named[name] for name in required if isinstance(name, str) and name in named]
+        patterns = schema.get("patternProperties")
+        others = [*(patterns.values() if isinstance(patterns, dict) else []), schema.get("additionalProperties")]
+        is_needed = any(isinstance(name, str) and name not in named for name in required)
+        is_needed = is_needed or (not named and _is_above(schema.get("minProperties"), 0))
+        options += [found] if is_needed and (found := [part for part in others if part is not False]) else []
     first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
     if types in ("array", ["array"]) and isinstance(first, list) and isinstance(least, int):
         needed += first[:least] if least <= len(first) else [*first, schema.get("items")]
-    options = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) and schema[key]]
     return [*([each] for each in needed), *options]
 
 
@@ -294,9 +299,26 @@ def _normalize(schema: dict[str, Any]) -> dict[str, Any]:
             kept.setdefault(closing, kept.pop(key))
     if isinstance(named := kept.get("patternProperties"), dict):
         kept["patternProperties"] = {portable(pattern): value for pattern, value in named.items()}
+        if isinstance(listed := kept.get("properties"), dict):
+            kept["properties"] = {name: _with_patterns(name, part, named) for name, part in listed.items()}
     if not isinstance(kept.get("format", ""), str):
         del kept["format"]
     return _normalize_text(_normalize_bounds(_named_properties(kept)))
+
+
+def _with_patterns(name: str, schema: Any, patterns: Mapping[str, Any]) -> Any:
+    """Return the schema of a listed property with those of the patterns that match its name, which llama.cpp does not
+    apply to it."""
+    others = [
+        other for pattern, other in patterns.items() if SIMPLE_PATTERN.fullmatch(pattern) and _matches(pattern, name)
+    ]
+    return {"allOf": [schema, *others]} if others and schema is not None else schema
+
+
+def _matches(pattern: str, name: str) -> bool:
+    with suppress(re.error):
+        return re.search(pattern, name) is not None
+    return False
 
 
 def _normalize_bounds(schema: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,19 @@ def test_patterns_mean_the_same_as_in_javascript_and_python(pattern, text, other
     assert accepts(members, json.dumps({text: None}), writer)
 
 
+@pytest.mark.parametrize("pattern", ["^a", "b$", "^[a-c]+$", "."])
+def test_the_schema_of_a_pattern_applies_to_listed_properties(pattern):
+    integer, bounds = {"type": "integer"}, {"minimum": 5, "maximum": 7}
+    given = closed(ab=integer, é=integer) | {"patternProperties": {pattern: bounds, "^zz": True}}
+    listed = {"ab": {"allOf": [integer, bounds]}, "é": {"allOf": [integer, bounds]} if pattern == "." else integer}
+    assert enforceable(given, strict=True)["properties"] == listed
+
+
+def test_a_pattern_that_takes_long_to_compare_is_not_compared_with_names():
+    given = closed(**{"a" * 60: {"type": "null"}}) | {"patternProperties": {"^(a+)+!$": True, "^a*a*a*a*!$": True}}
+    assert enforceable(given, strict=True)["properties"] == given["properties"]
+
+
 @pytest.mark.parametrize("pattern", [r"^\bfoo\b", r"^(?>a)b$", r"^(a)\1$", r"^(?=a)a$"])
 def test_a_pattern_that_cannot_be_enforced_is_left_out(pattern):
     assert unenforced({"type": "string", "pattern": pattern}) == ["pattern"]
@@ -205,6 +218,15 @@ A = {"$ref": "#/$defs/a"}
         ({"properties": {"x": A}, "$defs": {"a": closed(a=A)}}, "$defs.a.properties.a"),
         ({"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["x"]}, "additionalProperties"),
         ({"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}, "additionalProperties"),
+        (
+            {
+                "type": "object",
+                "patternProperties": {"^a": {"$ref": "#"}},
+                "additionalProperties": False,
+                "minProperties": 1,
+            },
+            "patternProperties.^a",
+        ),
     ],
 )
 def test_a_schema_whose_values_never_end_is_refused(schema, place):
@@ -219,6 +241,12 @@ def test_a_schema_whose_values_never_end_is_refused(schema, place):
         closed(n={"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
         closed(n={"type": "array", "items": {"$ref": "#"}}),
         {"type": "object", "additionalProperties": {"$ref": "#"}},
+        {
+            "type": "object",
+            "patternProperties": {"^a": {"type": "null"}},
+            "additionalProperties": {"$ref": "#"},
+            "required": ["ab"],
+        },
         {**closed(n={"$ref": "#"}), "type": ["object", "null"]},
         {"type": "integer", "$defs": {"a": A}},
         {"$ref": "#/$defs/k0", "$defs": {f"k{at}": {"$ref": f"#/$defs/k{at + 1}"} for at in range(300)} | {"k300": {}}},
