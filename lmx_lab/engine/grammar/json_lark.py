@@ -433,5 +433,5 @@ def _repeated(text: str, low: int, high: int | None) -> str:
 
 
 def literal(text: str) -> str:
-    """Return a text as Lark and JSON write it."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return a text as Lark and JSON write it. Lark's strings cannot contain U+007F itself."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

@@ -229,11 +229,12 @@ def _conditions(schema: dict[str, Any], root: Any) -> list[list[Any]]:
         others = [*(patterns.values() if isinstance(patterns, dict) else []), schema.get("additionalProperties")]
         is_needed = any(isinstance(name, str) and name not in named for name in required)
         is_needed = is_needed or (not named and _is_above(schema.get("minProperties"), 0))
-        options += [found] if is_needed and (found := [part for part in others if part is not False]) else []
+        options += [others] if is_needed else []
     first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
     if types in ("array", ["array"]) and isinstance(first, list) and isinstance(least, int):
         needed += first[:least] if least <= len(first) else [*first, schema.get("items")]
-    return [*([each] for each in needed), *options]
+    possible = ([part for part in group if part is not False] for group in options)
+    return [*([each] for each in needed), *filter(None, possible)]
 
 
 def shown_path(path: Sequence[str]) -> str:

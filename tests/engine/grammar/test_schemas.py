@@ -94,6 +94,15 @@ def test_patterns_mean_the_same_as_in_javascript_and_python(pattern, text, other
     assert accepts(members, json.dumps({text: None}), writer)
 
 
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("text", ["\x00", "\x7f", "a\x9f", "\u2028", "\ufeff", "\U0010ffff", '"\\/'])
+def test_listed_values_may_contain_any_character(text, writer):
+    written = json.dumps(text, ensure_ascii=False)
+    assert accepts({"const": text}, written, writer)
+    assert accepts({"enum": [text, "x"]}, written, writer)
+    assert accepts(closed(**{text: {"type": "null"}}), f"{{{written}: null}}", writer)
+
+
 @pytest.mark.parametrize("pattern", ["^a", "b$", "^[a-c]+$", "."])
 def test_the_schema_of_a_pattern_applies_to_listed_properties(pattern):
     integer, bounds = {"type": "integer"}, {"minimum": 5, "maximum": 7}
@@ -213,6 +222,7 @@ A = {"$ref": "#/$defs/a"}
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "items"),
         ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, "prefixItems.0"),
         (closed(n={"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}), "properties.n.anyOf.0"),
+        (closed(n={"anyOf": [{"$ref": "#"}, False]}), "properties.n.anyOf.0"),
         (closed(n={"allOf": [{"type": "object"}, {"$ref": "#"}]}), "properties.n.allOf.1"),
         ({**A, "$defs": {"a": closed(b={"$ref": "#/$defs/b"}), "b": closed(a=A)}}, "$defs.a.properties.b"),
         ({"properties": {"x": A}, "$defs": {"a": closed(a=A)}}, "$defs.a.properties.a"),
