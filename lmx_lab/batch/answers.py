@@ -8,7 +8,6 @@ from typing import Any
 
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.extras import import_optional
 from lmx_lab.results.frames import Dtype, RowSource, make_table
 
 DTYPES: Mapping[str, Dtype] = {
@@ -93,7 +92,6 @@ def answer_table(
     dtypes = {name: known[name] for name in names}
     index = None
     if source.library is None:
-        index = import_optional("pandas", "map").Index(source.index)
         # With several answers to each row, labels are repeated.
-        index = index if len(index) == len(rows) else index.repeat(len(rows) // len(index))
+        index = source.index if len(source.index) == len(rows) else source.index.repeat(len(rows) // len(source.index))
     return make_table(rows, dtypes, index=index, library=source.library, needed_by="map")

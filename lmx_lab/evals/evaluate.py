@@ -88,7 +88,7 @@ async def evaluate(
         run, stored = await prepare_run(backend, table.source, table.prompts, None, **parameters)
     interrupted = await answer_all(backend, run, table.source, None, stored)
     facts = table.facts(loaded, prompt, parameters, started_at=started_at, name=name, judging=judging)
-    result = Evaluation(facts, [], backend=backend)
+    result = Evaluation(facts, [], backend=backend, index=table.source.index)
     result.rows, stopped = await table.evaluated(backend.portal, [answer for answer, _ in run.answers()])
     interrupted = stopped or interrupted
     _raise_first(result.rows, parameters, interrupted)
@@ -144,9 +144,10 @@ class _Table:
         self._answer = answer
         self.prompts = RowPrompts(prompt)
         self.prompts.check(self.columns)
-        import_optional("pandas", "evaluate")
+        pandas = import_optional("pandas", "evaluate")
+        index = source.index if source.library is None else pandas.RangeIndex(len(source.index))
         self.labelled = list(source.rows)
-        self.source = RowSource(rows=iter(self.labelled), columns=self.columns, index=source.index)
+        self.source = RowSource(rows=iter(self.labelled), columns=self.columns, index=index)
         """The rows to answer, without the library of their table: an error of the run contains a pandas data frame."""
 
     async def evaluated(self, portal: Portal, answers: Sequence[RowAnswer]) -> tuple[list[EvaluatedRow], bool]:

@@ -46,6 +46,7 @@ class Evaluation:
         facts: How the evaluation was computed.
         rows: The rows in the order of the table.
         id: The evaluation's id in ``lab.experiments``; None if it is not stored.
+        index: The index of the table; None if only the labels of the rows are known.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class Evaluation:
         *,
         id: int | None = None,
         backend: Backend | None = None,
+        index: pd.Index | None = None,
     ) -> None:
         self.facts = facts
         self.rows = list(rows)
         self.id = id
+        self.index = index
         self._backend = backend
 
     @property
@@ -116,7 +119,7 @@ class Evaluation:
         Raises:
             MissingPackageError: pandas is not installed.
         """
-        return self._frame(self.rows)
+        return self._frame(range(len(self.rows)))
 
     @property
     def failures(self) -> pd.DataFrame:
@@ -127,10 +130,11 @@ class Evaluation:
         """
         return self._frame(self._failed())
 
-    def _failed(self) -> list[EvaluatedRow]:
-        return [row for row in self.rows if row.score is None or row.score < 1]
+    def _failed(self) -> list[int]:
+        """Return the positions of the rows with a score below 1 or an error."""
+        return [at for at, row in enumerate(self.rows) if row.score is None or row.score < 1]
 
-    def _frame(self, rows: Sequence[EvaluatedRow]) -> pd.DataFrame:
+    def _frame(self, positions: Sequence[int]) -> pd.DataFrame:
         dtypes: dict[str, Dtype] = {"sample": "int64"} if any(row.sample is not None for row in self.rows) else {}
         dtypes |= {"prompt": "object", "expected": "object", "answer": "text", "score": "float64", "error": "text"}
         if any(row.choices for row in self.rows):
@@ -139,8 +143,13 @@ class Evaluation:
             dtypes["verdict"] = "text"
         dtypes |= {"finish_reason": "text", "prompt_tokens": "Int64", "output_tokens": "Int64", "total_s": "float64"}
         dtypes["request_id"] = "text"
+        rows = [self.rows[at] for at in positions]
         cells = [{**row.to_fields(), "probability": row.probability} for row in rows]
-        return make_table(cells, dtypes, index=[row.label for row in rows])
+        if self.index is None:
+            return make_table(cells, dtypes, index=[row.label for row in rows])
+        # All rows of the table have the same number of answers.
+        labelled = [at * len(self.index) // len(self.rows) for at in positions]
+        return make_table(cells, dtypes, index=self.index.take(labelled))
 
     # Comparison and calibration
 
@@ -369,7 +378,7 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         names = ("label", "prompt", "expected", "answer", "error")
-        shown = [[_cell(getattr(row, name)) for name in names] for row in self._failed()[:SHOWN_FAILURES]]
+        shown = [[_cell(getattr(self.rows[at], name)) for name in names] for at in self._failed()[:SHOWN_FAILURES]]
         table = html_table(names, shown, style="text-align:left;vertical-align:top") if shown else ""
         return "".join(f"<div>{html.escape(line)}</div>" for line in repr(self).splitlines()) + table
 

@@ -22,7 +22,7 @@ from lmx_lab.errors import InvalidRequestError, LabError, did_you_mean
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.results.database import open_database
-from lmx_lab.results.frames import make_table
+from lmx_lab.results.frames import index_fields, make_index, make_table
 from lmx_lab.results.tables import align_columns, html_table
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ class Experiments(Sequence[Evaluation]):
             LabError: the file cannot be used.
         """
         facts, score = evaluation.facts, evaluation.score
+        index = None if evaluation.index is None else index_fields(evaluation.index)
+        data = {"rows": [row.to_fields() for row in evaluation.rows], "index": index}
         values = {
             **vars(facts),
             "settings": to_json(facts.settings),
@@ -102,7 +104,7 @@ class Experiments(Sequence[Evaluation]):
             "low": score.low if score.n else None,
             "high": score.high if score.n else None,
             "method": score.method,
-            "data": zlib.compress(to_json([row.to_fields() for row in evaluation.rows]).encode()),
+            "data": zlib.compress(to_json(data).encode()),
         }
         sql = f"INSERT INTO experiments ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
         try:
@@ -174,7 +176,11 @@ class Experiments(Sequence[Evaluation]):
         sql = f"SELECT id, data, {', '.join(FACTS)} FROM experiments {clause}"
         for id_, data, *values in self._select(sql, *parameters):
             try:
-                rows = list(map(EvaluatedRow.of_fields, json.loads(zlib.decompress(data))))
+                stored = json.loads(zlib.decompress(data))
+                # Files of earlier versions contain only the rows.
+                stored = {"rows": stored, "index": None} if isinstance(stored, list) else stored
+                rows = list(map(EvaluatedRow.of_fields, stored["rows"]))
+                index = None if stored["index"] is None else make_index(stored["index"])
             except (zlib.error, ValueError, TypeError, KeyError) as exc:
                 raise LabError(
                     f"the rows of the experiment {id_} in {self.path} are damaged: {exc}; delete it: "
@@ -182,7 +188,7 @@ class Experiments(Sequence[Evaluation]):
                 ) from exc
             facts = dict(zip(FACTS, values, strict=True))
             facts |= {name: json.loads(facts[name]) for name in ("settings", "versions")}
-            found.append(Evaluation(RunFacts(**facts), rows, id=id_, backend=self._backend))
+            found.append(Evaluation(RunFacts(**facts), rows, id=id_, backend=self._backend, index=index))
         return found
 
     def _select(self, sql: str, *parameters: object) -> list[tuple[Any, ...]]:

@@ -65,7 +65,9 @@ def to_mlflow(run: ExportedRun, *, experiment: str, tracking_uri: str | None) ->
         client.log_param(run_id, name, _text(value)[:6000])
     for name, value in figures(run).items():
         client.log_metric(run_id, name, value)
-    client.log_dict(run_id, json.loads(run.frame.to_json(orient="table", default_handler=str)), "rows.json")
+    # Without names of the index, because they could be those of columns.
+    rows = run.frame.rename_axis(index=[None] * run.frame.index.nlevels)
+    client.log_dict(run_id, json.loads(rows.to_json(orient="table", default_handler=str)), "rows.json")
     client.set_terminated(run_id)
     return run_id
 
@@ -75,7 +77,10 @@ def to_wandb(run: ExportedRun, *, project: str, **options: Any) -> str:
     wandb = import_optional("wandb", "to_wandb")
     with wandb.init(project=project, name=run.facts.name, config=_parameters(run), **options) as created:
         created.summary.update(figures(run))
-        rows = run.frame.reset_index(names="label").map(_text)
+        levels = run.frame.index.nlevels
+        labels = ["label"] if levels == 1 else [f"label_{level}" for level in range(levels)]
+        # The rows have no column with such a name, but may have one with the name of the index.
+        rows = run.frame.reset_index(names=labels).map(_text)
         created.log({"rows": wandb.Table(dataframe=rows)})
         run_id: str = created.id
     return run_id

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lmx_lab.batch.answers import RowAnswer
-from lmx_lab.batch.prompts import Prompt
+from lmx_lab.batch.prompts import Prompt, is_missing
 
 MEASURED = ("finish_reason", "prompt_tokens", "output_tokens", "total_s", "request_id")
 """Fields of the model's answer that are stored and shown."""
@@ -112,12 +112,15 @@ def to_json(value: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a value to JSON types: NumPy numbers to numbers, NumPy arrays to lists, and other types to strings."""
+    """Convert a value to JSON types: NumPy numbers to numbers, NumPy arrays to lists, ``pandas.NA`` and ``NaT`` to
+    None, and other types to strings.
+    """
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
         return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(each) for each in value]
-    # NumPy arrays and numbers.
-    return to_plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+    if hasattr(value, "tolist"):  # NumPy arrays and numbers.
+        return to_plain(value.tolist())
+    return None if is_missing(value) else str(value)

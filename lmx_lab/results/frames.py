@@ -11,7 +11,7 @@ import numbers
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -129,11 +129,51 @@ def make_table(
         return table
     pandas = import_optional("pandas", needed_by)
     table = pandas.DataFrame({name: _pandas_series(pandas, columns[name], dtype) for name, dtype in dtypes.items()})
-    if index is not None:
+    if isinstance(index, list):
         # Without a dtype, pandas would convert integer labels to floats if some are missing.
-        is_incomplete = isinstance(index, list) and any(label is None for label in index)
-        table.index = pandas.Index(index, dtype="object" if is_incomplete else None)
+        index = pandas.Index(index, dtype="object" if None in index else None)
+    if index is not None:
+        table.index = index
     return table
+
+
+def index_fields(index: pd.Index) -> list[dict[str, Any]]:
+    """Return the levels of an index, with their names and types, as values that ``to_plain`` converts to JSON."""
+    return [{"name": name, **_level_fields(index.get_level_values(at))} for at, name in enumerate(index.names)]
+
+
+def _level_fields(level: Any) -> dict[str, Any]:
+    kind = str(level.dtype)
+    if kind == "category":
+        categories = _level_fields(level.categories)
+        return {"dtype": kind, "codes": level.codes, "categories": categories, "ordered": level.ordered}
+    if kind.startswith("interval"):
+        sides = {name: _level_fields(getattr(level, name)) for name in ("left", "right")}
+        return {"dtype": "interval", "closed": level.closed, **sides}
+    return {"dtype": "date" if level.inferred_type == "date" else kind, "values": list(level)}
+
+
+def make_index(levels: Sequence[Mapping[str, Any]]) -> pd.Index:
+    """Return the index of ``index_fields`` after it was stored as JSON. Labels that are other objects than dates, times
+    and numbers are texts.
+    """
+    pandas = import_optional("pandas", "df")
+
+    def level(given: Mapping[str, Any]) -> Any:
+        if given["dtype"] == "category":
+            categories = level(given["categories"])
+            return pandas.Categorical.from_codes(given["codes"], categories=categories, ordered=given["ordered"])
+        if given["dtype"] == "interval":
+            return pandas.IntervalIndex.from_arrays(level(given["left"]), level(given["right"]), closed=given["closed"])
+        if given["dtype"] == "date":
+            days = [None if day is None else date.fromisoformat(day) for day in given["values"]]
+            return pandas.Index(days, dtype="object")
+        values = [tuple(value) if isinstance(value, list) else value for value in given["values"]]
+        return pandas.Index(values, dtype=given["dtype"], tupleize_cols=False)
+
+    names = [tuple(each["name"]) if isinstance(each["name"], list) else each["name"] for each in levels]
+    made = list(map(level, levels))
+    return pandas.Index(made[0], name=names[0]) if len(made) == 1 else pandas.MultiIndex.from_arrays(made, names=names)
 
 
 def _pandas_series(pandas: Any, values: Sequence[Any], dtype: Any) -> Any:

@@ -1,11 +1,13 @@
 """Test ``lab.evaluate`` on the echo engine: scores, errors in rows, failures, comparisons, judges and experiments."""
 
 import asyncio
+import datetime
 import json
 import signal
 import sqlite3
 import time
 import zlib
+from contextlib import closing
 
 import numpy as np
 import pandas as pd
@@ -391,7 +393,7 @@ def test_rows_are_stored_as_flat_objects(lab, tmp_path):
     connection = sqlite3.connect(experiments.path)
     (data,) = connection.execute("SELECT data FROM experiments").fetchone()
     connection.close()
-    (stored,) = json.loads(zlib.decompress(data))
+    (stored,) = json.loads(zlib.decompress(data))["rows"]
     (row,) = result.rows
     assert stored == {
         **{"label": 0, "sample": None, "prompt": "a", "expected": "b", "answer": row.answer, "score": row.score},
@@ -399,9 +401,62 @@ def test_rows_are_stored_as_flat_objects(lab, tmp_path):
         **{"finish_reason": None, "prompt_tokens": row.answered.prompt_tokens, "output_tokens": None},
         **{"total_s": row.answered.total_s, "request_id": row.answered.request_id},
     }
+    with closing(sqlite3.connect(experiments.path)) as connection, connection:
+        connection.execute("UPDATE experiments SET data = ?", (zlib.compress(json.dumps([stored]).encode()),))
+    # Earlier versions stored only the rows, without the index of the table.
+    pd.testing.assert_frame_equal(experiments[0].df, result.df)
     again = EvaluatedRow.of_fields({**stored, "new": 1})
     assert again.to_fields() == {**row.to_fields(), "choices": ["a", "b"], "logprobs": stored["logprobs"]}
     assert again.probability == row.probability
+
+
+DAYS = [datetime.date(2026, 3, 28), datetime.date(2026, 3, 29)]
+INDEXES = {
+    "name": pd.Index(["u", "v"], name="id"),
+    "levels": pd.MultiIndex.from_tuples([("a", 1), ("b", 2)], names=["k", "n"]),
+    "categories": pd.CategoricalIndex(["x", "y"], categories=["y", "x", "z"], ordered=True, name="c"),
+    "levels of categories and times": pd.MultiIndex.from_arrays(
+        [pd.CategoricalIndex(["x", "y"]), pd.to_datetime(DAYS)], names=[("a", 1), None]
+    ),
+    "times": pd.date_range("2026-03-28", periods=2, tz="Europe/Berlin", name="day"),
+    "days": pd.Index(DAYS, name="day"),
+    "durations": pd.to_timedelta([1, 2], unit="h"),
+    "months": pd.period_range("2026-01", periods=2, freq="M", name="month"),
+    "bins": pd.interval_range(0.5, 2.5, name="bin", closed="left"),
+    "ranges of times": pd.IntervalIndex.from_breaks(pd.to_datetime([*DAYS, datetime.date(2026, 4, 1)])),
+    "small integers": pd.Index([1, 2], dtype="int8", name=0),
+    "missing integers": pd.Index([1, pd.NA], dtype="Int64"),
+    "missing times": pd.DatetimeIndex(["2026-01-01", pd.NaT]),
+    "missing floats": pd.Index([0.5, np.nan]),
+    "booleans": pd.Index([True, False]),
+    "strings": pd.Index(["1", "b"], dtype="string"),
+    "tuples": pd.Index([("a", "b"), "c"], tupleize_cols=False),
+}
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_tables_of_answers_vectors_and_scores_have_the_index_of_the_rows(lab, kind):
+    index = INDEXES[kind]
+    frame = pd.DataFrame({"text": ["one", "two"], "right": ["one", "x"]}, index=index)
+    answers, vectors = lab.map(frame, "{text}"), lab.embed_frame(frame, "text")
+    assert answers.index.identical(index)
+    assert vectors.index.identical(index)
+    assert lab.map(frame, "{text}", n=2).index.identical(index.repeat(2))
+    assert frame.join(answers)["answer"].tolist() == ["one", "two"]
+    result = lab.evaluate(frame, "{text}", answer="right", name=kind)
+    opened = lab.experiments[kind]
+    for each in (result, opened):
+        pd.testing.assert_index_equal(each.df.index, index, exact=True, check_freq=False)
+        pd.testing.assert_index_equal(each.failures.index, index[[1]], exact=True, check_freq=False)
+        assert each.lens(index[0]).df["token"][0] == "one"
+    assert opened.compare(result).n == 2
+    several = lab.evaluate(frame, "{text}", answer="right", n=2, name="several")
+    pd.testing.assert_index_equal(several.failures.index, index[[1, 1]], exact=True, check_freq=False)
+    pd.testing.assert_frame_equal(lab.experiments["several"].df, several.df)
+    empty = frame.iloc[:0]
+    assert lab.map(empty, "{text}", n=2).index.identical(index[:0])
+    lab.evaluate(empty, "{text}", answer="right", name="empty")
+    pd.testing.assert_index_equal(lab.experiments["empty"].df.index, index[:0], exact=True, check_freq=False)
 
 
 def test_values_of_any_type_are_stored(lab):

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from lmx_lab.batch.answers import RowAnswer
@@ -13,6 +14,9 @@ from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.exports import ExportedRun, inspect_log
 from lmx_lab.results.statistics import score_of
 from tests.support.samples import FACTS, ROWS
+
+INDEX = pd.MultiIndex.from_tuples([("a", 1), ("a", 2), ("b", 1)], names=["answer", "score"])
+"""An index whose levels have the names of columns."""
 
 
 @pytest.mark.long
@@ -35,17 +39,21 @@ def test_a_run_of_mlflow(tmp_path, monkeypatch):
     (rows,) = Path(tmp_path).rglob(f"{ids[1]}/artifacts/rows.json")
     assert [row["answer"] for row in json.loads(rows.read_text())["data"]] == ["Paris", "Kyoto", None]
     assert len(client.search_runs([run.info.experiment_id])) == 2
+    indexed = Evaluation(FACTS, ROWS, index=INDEX).to_mlflow(experiment="lab", tracking_uri=uri)
+    (rows,) = Path(tmp_path).rglob(f"{indexed}/artifacts/rows.json")
+    assert [row["level_0"] for row in json.loads(rows.read_text())["data"]] == ["a", "a", "b"]
 
 
 @pytest.mark.long
 def test_a_run_of_wandb_without_a_network(tmp_path):
     wandb = pytest.importorskip("wandb")
-    id_ = Evaluation(FACTS, ROWS).to_wandb(project="lab", mode="offline", dir=str(tmp_path))
+    id_ = Evaluation(FACTS, ROWS, index=INDEX).to_wandb(project="lab", mode="offline", dir=str(tmp_path))
     wandb.teardown()  # Its service writes the rest of the file when it ends.
     (file,) = tmp_path.rglob(f"run-{id_}.wandb")
     assert b"capitals" in file.read_bytes()
     (table,) = tmp_path.rglob("rows_*.table.json")
     assert "Kyoto" in table.read_text()
+    assert json.loads(table.read_text())["columns"][:3] == ["label_0", "label_1", "prompt"]
 
 
 @pytest.mark.long
