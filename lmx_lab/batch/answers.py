@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.frames import Dtype, RowSource, make_table
@@ -91,7 +93,14 @@ def answer_table(
     known: dict[str, Dtype] = {SAMPLE: "int64", LOGPROBS: "object", **DTYPES, **typed}
     dtypes = {name: known[name] for name in names}
     index = None
-    if source.library is None:
+    if source.library is not None:
+        # Other libraries have no columns of Python objects.
+        objects = [name for name, dtype in typed.items() if dtype in ("object", "text")]
+        texts = TypeAdapter(list[dict[str, Any]]).dump_python(
+            [{name: row[name] for name in objects} for row in rows], mode="json", fallback=str
+        )
+        rows = [{**row, **plain} for row, plain in zip(rows, texts, strict=True)]
+    else:
         # With several answers to each row, labels are repeated.
         index = source.index if len(source.index) == len(rows) else source.index.repeat(len(rows) // len(source.index))
     return make_table(rows, dtypes, index=index, library=source.library, needed_by="map")

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
+from datetime import date, datetime
+from decimal import Decimal
+from enum import Enum
+from numbers import Real
 from typing import Any, get_origin
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUndefinedAnnotation
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.results.frames import Dtype
+from lmx_lab.results.frames import Dtype, utc_time
 
 Schema = Mapping[str, Any] | type[BaseModel]
-DTYPES: Mapping[str, Dtype] = {"integer": "Int64", "number": "float64", "boolean": "boolean"}
+DTYPES: Mapping[str, Dtype] = {"integer": "Int64", "number": "float64", "boolean": "boolean", "string": "text"}
 """The type of a column for each JSON type. Columns of other types contain Python objects."""
+FORMATS: Mapping[Any, Dtype] = {"date": "date", "date-time": "time"}
+"""The type of a column for each format of a text, if the schema consists of Python types."""
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+"""The JSON type of each Python type in ``enum`` and ``const``."""
 INT64 = range(-(2**63), 2**63)
 WHOLE_VALUE = "value"
 """Name of the column if the schema does not describe an object with properties."""
@@ -24,21 +34,36 @@ class TypedColumns:
 
     Args:
         json_schema: The schema of an answer.
-        convert: Validates the value of an answer, and returns the values of its columns.
+        convert: Validates the JSON text of an answer, and returns the values of its columns. The default returns the
+            values of the text.
+        output: The schema of the values that ``convert`` returns. Pydantic's names and types of a value may differ
+            before and after its validation.
     """
 
-    def __init__(self, json_schema: Mapping[str, Any], convert: Callable[[Any], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        json_schema: Mapping[str, Any],
+        convert: Callable[[str], Any] | None = None,
+        output: Mapping[str, Any] | None = None,
+    ) -> None:
         self.json_schema = json_schema
         self._convert = convert
-        properties = json_schema.get("properties")
-        is_object = isinstance(properties, Mapping) and bool(properties)
-        self._is_object = is_object
-        members: Mapping[str, Any] = properties if is_object else {WHOLE_VALUE: json_schema}  # type: ignore[assignment]
+        root = output or json_schema
+        top = _resolved(root, root)
+        properties = top.get("properties") if isinstance(top, Mapping) else None
+        self._is_object = isinstance(properties, Mapping) and bool(properties)
+        members: Mapping[str, Any] = properties if self._is_object else {WHOLE_VALUE: root}  # type: ignore[assignment]
         self.dtypes: dict[str, Dtype] = {}
         """The type of each column: ``object`` if the schema allows several types apart from null, or any type."""
         for name, member in members.items():
-            kinds = _json_types(member) - {"null"}
-            self.dtypes[name] = DTYPES.get(kinds.pop() or "", "object") if len(kinds) == 1 else "object"
+            kinds = _json_types(member, root) - {("null", None)}
+            if {kind for kind, _ in kinds} == {"integer", "number"}:
+                kinds = {("number", None)}
+            if convert is not None and len(kinds) == 1 and (format_ := next(iter(kinds))[1]) in FORMATS:
+                self.dtypes[name] = FORMATS[format_]
+            else:
+                types = {kind for kind, _ in kinds}
+                self.dtypes[name] = DTYPES.get(types.pop() or "", "object") if len(types) == 1 else "object"
 
     @classmethod
     def of(cls, schema: Schema) -> TypedColumns:
@@ -52,72 +77,138 @@ class TypedColumns:
                 model = schema
                 return cls(
                     model.model_json_schema(),
-                    lambda value: model.model_validate(value).model_dump(by_alias=True),
+                    lambda text: model.model_validate_json(text).model_dump(by_alias=True),
+                    model.model_json_schema(mode="serialization"),
                 )
-            if (
-                isinstance(schema, Mapping)
-                and schema
-                and all(isinstance(kind, type) or get_origin(kind) is not None for kind in schema.values())
-            ):
+            if isinstance(schema, Mapping) and schema and all(map(_is_type, schema.values())):
                 adapters: dict[str, TypeAdapter[Any]] = {str(name): TypeAdapter(kind) for name, kind in schema.items()}
-                schemas, shared = TypeAdapter.json_schemas(
-                    [(name, "validation", each) for name, each in adapters.items()]
-                )
-                json_schema = {
-                    "type": "object",
-                    "properties": {name: schemas[name, "validation"] for name in adapters},
-                    "required": list(adapters),
-                    "additionalProperties": False,
-                    **({"$defs": shared["$defs"]} if "$defs" in shared else {}),
-                }
-                return cls(
-                    json_schema,
-                    lambda value: {name: each.validate_python(value[name]) for name, each in adapters.items()},
-                )
-        except PydanticUserError as exc:
+
+                def convert(text: str) -> dict[str, Any]:
+                    # JSON has no dates, tuples or enums, so that strict types accept its texts and lists instead.
+                    texts = {name: json.dumps(value) for name, value in json.loads(text).items()}
+                    validated = {name: each.validate_json(texts[name]) for name, each in adapters.items()}
+                    return {name: each.dump_python(validated[name], by_alias=True) for name, each in adapters.items()}
+
+                return cls(_object_schema(adapters, "validation"), convert, _object_schema(adapters, "serialization"))
+        except (PydanticUserError, PydanticUndefinedAnnotation) as exc:
             raise InvalidRequestError(f"a type in schema has no JSON schema: {exc.message}", param="schema") from None
-        if not isinstance(schema, Mapping) or not schema:
+        try:
+            is_json = isinstance(schema, Mapping) and bool(schema) and bool(json.dumps(dict(schema)))
+        except TypeError:
+            is_json = False
+        if not is_json:
             raise InvalidRequestError(
                 f"schema is {schema!r:.80}; pass a JSON schema, a pydantic model, or a dictionary such as "
                 "{'city': str, 'days': int}",
                 param="schema",
             )
-        return cls(schema, lambda value: value)
+        return cls(schema)
 
     def values(self, text: str) -> dict[str, Any]:
         """Return the values of an answer by column; None for columns that the answer does not contain.
 
         Raises:
-            ValueError: the text is not complete JSON, a value fails a check of the pydantic model, or a number does not
-                fit into 64 bits.
+            ValueError: the text is not complete JSON, a validator or serializer of a Python type failed, or a value
+                does not have the type of its column.
         """
-        value = json.loads(text)
-        try:
-            converted = self._convert(value) if self._is_object else {WHOLE_VALUE: self._convert(value)}
-        except ValidationError as exc:
-            problem = exc.errors()[0]
-            place = ".".join(map(str, problem["loc"])) or "the value"
-            raise ValueError(f"{place}: {problem['msg']}") from None
-        values: dict[str, Any] = {name: converted.get(name) for name in self.dtypes}
-        for name, kind in self.dtypes.items():
-            found = values[name]
-            if kind == "Int64" and found is not None:
-                values[name] = int(found)
-                if values[name] not in INT64:
-                    raise ValueError(f"{name} is {values[name]}, which is not a 64-bit integer")
-            if kind == "float64" and found is not None:
-                try:
-                    values[name] = float(found)
-                except OverflowError:
-                    raise ValueError(f"{name} is {found!r:.40}…, which is too large for a 64-bit float") from None
-        return values
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        if self._convert is not None:
+            try:
+                value = self._convert(text)
+            except ValidationError as exc:
+                problem = exc.errors()[0]
+                place = ".".join(map(str, problem["loc"])) or "the value"
+                raise ValueError(f"{place}: {problem['msg']}") from None
+            except Exception as exc:
+                raise ValueError(f"the schema raised {type(exc).__name__}: {exc}") from exc
+        if not self._is_object:
+            value = {WHOLE_VALUE: value}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"the value is {value!r:.40}, which is not an object with the columns of the schema")
+        if self._convert is not None and (absent := [name for name in self.dtypes if name not in value]):
+            raise ValueError(f"the serializer of the schema returned no {absent[0]}")
+        return {name: _column_value(name, kind, value.get(name)) for name, kind in self.dtypes.items()}
 
 
-def _json_types(schema: Any) -> set[str | None]:
-    """Return the types that a JSON schema describes; None stands for any type."""
-    if not isinstance(schema, Mapping):
-        return {None}
-    if "type" not in schema and schema.get("anyOf"):
-        return set().union(*map(_json_types, schema["anyOf"]))
-    given = schema.get("type")
-    return set(given) if isinstance(given, list) else {given}
+def _is_type(value: Any) -> bool:
+    """Return whether a value of a schema is a type, an alias of a type, or a generic type such as ``int | None``."""
+    aliases = ("__value__", "__supertype__")
+    return isinstance(value, type) or get_origin(value) is not None or any(hasattr(value, name) for name in aliases)
+
+
+def _object_schema(adapters: Mapping[str, TypeAdapter[Any]], mode: Any) -> dict[str, Any]:
+    """Return the schema of an object whose members have these types."""
+    schemas, shared = TypeAdapter.json_schemas([(name, mode, each) for name, each in adapters.items()])
+    return {
+        "type": "object",
+        "properties": {name: schemas[name, mode] for name in adapters},
+        "required": list(adapters),
+        "additionalProperties": False,
+        **({"$defs": shared["$defs"]} if "$defs" in shared else {}),
+    }
+
+
+def _column_value(name: str, kind: Dtype, found: Any) -> Any:
+    """Return a value as that of a column of this type.
+
+    Raises:
+        ValueError: the value has another type, or does not fit into 64 bits.
+    """
+    if isinstance(found, Enum):
+        found = found.value
+    if found is None:
+        return None
+    wrong = ValueError(f"{name} is {found!r:.40}, which does not have the type of its column, {kind}")
+    # The serializer of a Python type may return another type than it declares.
+    expected: dict[str, Any] = {"Int64": Real, "float64": Real | Decimal}
+    expected |= {"boolean": bool, "date": date, "time": datetime}
+    if not isinstance(found, expected.get(kind, object)):
+        raise wrong
+    try:
+        if kind == "Int64":
+            if (number := int(found)) not in INT64:
+                raise ValueError(f"{name} is {number}, which is not a 64-bit integer")
+            if number != found:
+                raise wrong
+            return number
+        if kind == "float64":
+            return float(found)
+        return utc_time(found) if kind == "time" else found
+    except OverflowError:
+        raise ValueError(f"{name} is {found!r:.40}…, which is too large for a column of {kind}") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text:.40} is too large for a 64-bit float")
+    return number
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """Return the schema to which a schema refers within its document, or the schema itself."""
+    for _ in range(100):  # A reference may refer to another one, or to itself.
+        if not isinstance(schema, Mapping) or not str(schema.get("$ref", "")).startswith("#/"):
+            break
+        found = root
+        for part in schema["$ref"][2:].split("/"):
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        schema = found
+    return schema
+
+
+def _json_types(schema: Any, root: Any, depth: int = 0) -> set[tuple[str | None, str | None]]:
+    """Return the types that a JSON schema describes, each with its format; None stands for any type."""
+    schema = _resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > 20:
+        return {(None, None)}
+    if isinstance(given := schema.get("type"), str | list):
+        return {(kind, schema.get("format")) for kind in ([given] if isinstance(given, str) else given)}
+    for name in ("enum", "const"):
+        if name in schema:
+            values = schema[name] if name == "enum" else [schema[name]]
+            return {(JSON_TYPES.get(type(value)), None) for value in values}
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(name), list) and (name != "allOf" or len(schema[name]) == 1):
+            return set().union(*(_json_types(each, root, depth + 1) for each in schema[name]))
+    return {(None, None)}

@@ -103,7 +103,7 @@ class RowPrompts:
                 )
             try:
                 filled += format(value, spec)
-            except (TypeError, ValueError) as exc:
+            except Exception as exc:  # Of any type, in the ``__format__`` of the value.
                 raise InvalidRequestError(
                     f"the column {name} is {value!r:.80}, which cannot be formatted with {spec!r}: {exc}"
                 ) from exc

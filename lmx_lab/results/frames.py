@@ -21,10 +21,11 @@ from lmx_lab.extras import import_optional
 if TYPE_CHECKING:
     import pandas as pd
 
-Dtype = Literal["int64", "Int64", "float32", "float64", "bool", "boolean", "str", "text", "object", "time"]
+Dtype = Literal["int64", "Int64", "float32", "float64", "bool", "boolean", "str", "text", "object", "date", "time"]
 """The type of a column, with pandas' names for most of them. None is a missing value, which ``int64`` and ``bool`` do
 not allow. ``str`` and ``text`` are texts; in pandas, ``text`` has the dtype ``object`` and keeps None. A ``time`` is
-given in seconds since 1970 or as text in ISO 8601, and stored in UTC with microseconds."""
+given in seconds since 1970, as text in ISO 8601 or as ``datetime``, and stored in UTC with microseconds. In pandas,
+a ``date`` is an object."""
 Library = Literal["polars", "pyarrow"]
 """A library of tables other than pandas."""
 TEXT = "text"
@@ -107,6 +108,7 @@ def make_table(
             **dict.fromkeys(("str", "text", "object"), polars.String),
             "float32": polars.Float32,
             "float64": polars.Float64,
+            "date": polars.Date,
             "time": polars.Datetime("us", "UTC"),
         }
         table = polars.DataFrame(
@@ -121,6 +123,7 @@ def make_table(
             **dict.fromkeys(("str", "text", "object"), pyarrow.string()),
             "float32": pyarrow.float32(),
             "float64": pyarrow.float64(),
+            "date": pyarrow.date32(),
             "time": pyarrow.timestamp("us", "UTC"),
         }
         table = pyarrow.table(
@@ -180,9 +183,9 @@ def _pandas_series(pandas: Any, values: Sequence[Any], dtype: Any) -> Any:
     if dtype is None:
         dtype = optional_dtype(values)
     if dtype == "time":
-        return pandas.Series(list(map(_time, values)), dtype="datetime64[us, UTC]")
+        return pandas.Series(list(map(utc_time, values)), dtype="datetime64[us, UTC]")
     try:
-        return pandas.Series(values, dtype="object" if dtype == "text" else dtype)
+        return pandas.Series(values, dtype="object" if dtype in ("text", "date") else dtype)
     except (OverflowError, TypeError):
         is_large = any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values)
         if dtype not in ("int64", "Int64") or not is_large:
@@ -190,7 +193,14 @@ def _pandas_series(pandas: Any, values: Sequence[Any], dtype: Any) -> Any:
         return pandas.Series([pandas.NA if value is None else value for value in values], dtype="object")
 
 
-def _time(value: float | str | None) -> datetime | None:
+def utc_time(value: datetime | float | str | None) -> datetime | None:
+    """Return a time in UTC. A ``datetime`` without a time zone is in UTC; a text without one has the local zone.
+
+    Raises:
+        OverflowError: the year is not from 1 to 9999 in UTC.
+    """
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
     if isinstance(value, str):
         return datetime.fromisoformat(value).astimezone(UTC)
     return None if value is None else datetime.fromtimestamp(value, UTC)
@@ -198,13 +208,17 @@ def _time(value: float | str | None) -> datetime | None:
 
 def _plain(values: Sequence[Any], dtype: Dtype) -> Sequence[Any]:
     """Return the values of a column for a library whose columns have only one type: those of an ``object`` column as
-    they are if all of them are texts, otherwise as JSON texts.
+    JSON texts, and those of a ``text`` column as JSON texts if they have no other text.
     """
     if dtype == "time":
-        return list(map(_time, values))
-    if dtype != "object" or all(value is None or isinstance(value, str) for value in values):
+        return list(map(utc_time, values))
+    if dtype not in ("object", "text"):
         return values
-    return [None if value is None else json.dumps(value, default=str) for value in values]
+
+    def is_plain(value: Any) -> bool:
+        return value is None or (dtype == "text" and isinstance(value, str))
+
+    return [value if is_plain(value) else json.dumps(value, default=str) for value in values]
 
 
 @dataclass(frozen=True, kw_only=True)

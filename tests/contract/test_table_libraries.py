@@ -1,5 +1,8 @@
 """Test tables of pandas, polars and pyarrow: results are tables of the same library with types that do not vary."""
 
+import datetime
+import decimal
+import enum
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +23,11 @@ from tests.support.samples import EVALUATION, run_of
 pytestmark = pytest.mark.slow
 LARGE = 2**60 + 1
 """An integer that a float cannot represent."""
+Color = enum.Enum("Color", {"RED": "red", "BLUE": "blue"})
+SCALARS = {
+    **{"color": Color | None, "size": enum.IntEnum("Size", {"SMALL": 1}), "day": datetime.date, "share": int | float},
+    **{"at": datetime.datetime, "cost": decimal.Decimal, "key": int | str},
+}
 TYPES = {"n": int | None, "far": bool | None, "x": float | None, "tags": list[str] | None}
 
 
@@ -91,6 +99,40 @@ def test_answers_are_a_table_of_the_same_library(lab, library):
     assert (type(empty), len(empty), types_of(empty)) == (type(table), 0, types_of(answers))
     with pytest.raises(InvalidRequestError, match="a column 'answer', but each table of answers already has one"):
         lab.map(table, "{text}", schema={"answer": int})
+
+
+@every_library
+def test_enums_dates_and_unions_have_the_types_of_the_library(lab, library):
+    row = (
+        '{"color":"red","size":1,"day":"2026-01-02","share":2,"at":"2026-01-02T13:00:00+01:00","cost":"1.5","key":"a"}'
+    )
+    answers = lab.map(library.make({"text": [row, row.replace('"red"', "null")]}), "{text}", schema=SCALARS)
+    columns = library.columns(answers)
+    assert columns["error"] == [None, None]
+    assert columns["color"] == ["red", None]
+    assert columns["size"] == [1, 1]
+    assert columns["day"] == [datetime.date(2026, 1, 2)] * 2
+    assert columns["at"] == [datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.UTC)] * 2
+    assert columns["share"] == [2.0, 2.0]
+    assert columns["cost"] == [decimal.Decimal("1.5") if library.has_index else "1.5"] * 2
+    assert columns["key"] == ["a" if library.has_index else '"a"'] * 2
+    types = {
+        "pandas": ["object", "Int64", "object", "float64", "datetime64[us, UTC]", "object", "object"],
+        "polars": [
+            "String",
+            "Int64",
+            "Date",
+            "Float64",
+            "Datetime(time_unit='us', time_zone='UTC')",
+            "String",
+            "String",
+        ],
+        "pyarrow": ["string", "int64", "date32[day]", "double", "timestamp[us, tz=UTC]", "string", "string"],
+    }
+    for rows in (answers, lab.map(library.make({"text": []}), "{text}", schema=SCALARS)):
+        schema = types_of(rows)
+        found = [schema.field(name).type if library is PYARROW else schema[name] for name in SCALARS]
+        assert [str(each) for each in found] == types[library.name]
 
 
 @every_library
