@@ -101,6 +101,8 @@ class RowPrompts:
                 raise InvalidRequestError(
                     f"the column {name} has no value in this row; fill the value, or remove the row"
                 )
+            if isinstance(value, bytes):
+                raise InvalidRequestError(f"the column {name} is {value!r:.80}; decode it to a text")
             try:
                 filled += format(value, spec)
             except Exception as exc:  # Of any type, in the ``__format__`` of the value.

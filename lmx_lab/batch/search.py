@@ -26,7 +26,7 @@ from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError
 from lmx_lab.extras import import_optional
 from lmx_lab.progress import counter
-from lmx_lab.results.frames import TEXT, RowSource, make_table, read_source, select_rows, vector_table
+from lmx_lab.results.frames import RowSource, make_table, read_source, select_rows, to_table, vector_table
 from lmx_lab.values.integers import whole_number
 from lmx_lab.values.outputs import InputType
 
@@ -38,7 +38,7 @@ async def embed_frame(
     backend: Backend,
     /,
     frame: Any,
-    column: str | None = None,
+    column: str | int | None = None,
     *,
     model: str | None = None,
     dimensions: int | None = None,
@@ -99,7 +99,7 @@ async def search(
     /,
     frame: Any,
     query: str,
-    column: str | None = None,
+    column: str | int | None = None,
     *,
     top_n: int = 10,
     rerank: bool | None = None,
@@ -130,14 +130,13 @@ async def search(
         MissingPackageError: pandas is not installed.
     """
     top_n = whole_number(top_n, "top_n", low=1)
-    table, source = frame, read_source(frame)
-    if source.library is None:
+    table = to_table(frame)
+    source = read_source(table)
+    if source.library is None and source.columns is not None:
         pandas = import_optional("pandas", "search")
-        if isinstance(frame, pandas.Series):
-            table = frame.to_frame(frame.name if frame.name is not None else TEXT)
-        elif not isinstance(frame, pandas.DataFrame):
-            table = make_table([row for _, row in source.rows], dict.fromkeys(source.columns or ()))
-        source = read_source(table)
+        if not isinstance(table, pandas.DataFrame):
+            table = make_table([row for _, row in source.rows], dict.fromkeys(source.columns))
+            source = read_source(table)
     if taken := [name for name in ("similarity", "score") if name in (source.columns or ())]:
         raise InvalidRequestError(
             f"the rows have a column {taken[0]!r}, which the result adds; rename it", param="frame"

@@ -56,7 +56,7 @@ async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -
     return await identify(backend, record, hashed=hashed)
 
 
-def texts_of(source: RowSource, column: str | None) -> tuple[list[Any], list[Any]]:
+def texts_of(source: RowSource, column: str | int | None) -> tuple[list[Any], list[Any]]:
     """Return the labels of the rows, and the values of a column.
 
     Raises:
@@ -294,7 +294,8 @@ def _is_same(vector: Vectors, other: Vectors) -> bool:
 
 def settings_key(model: LoadedModel, settings: Mapping[str, Any]) -> str:
     """Return the text that identifies a model and the settings of its vectors in the cache."""
-    return json.dumps(["vector", model.key, settings], sort_keys=True)
+    # NumPy numbers are converted to those of Python.
+    return json.dumps(["vector", model.key, settings], sort_keys=True, default=lambda number: number.item())
 
 
 def divide_texts(texts: Iterable[str]) -> list[list[str]]:

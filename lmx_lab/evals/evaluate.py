@@ -40,7 +40,7 @@ async def evaluate(
     frame: Any,
     prompt: PromptSource,
     *,
-    answer: str | None = None,
+    answer: str | int | None = None,
     metric: str | Metric | Callable[[str, Any], Any] = "exact_match",
     name: str = "",
     store: bool = True,
@@ -119,11 +119,12 @@ class _Table:
         InvalidRequestError: the rows are an iterable, or a column does not exist.
     """
 
-    def __init__(self, frame: Any, prompt: PromptSource, answer: str | None, metric: Metric) -> None:
+    def __init__(self, frame: Any, prompt: PromptSource, answer: str | int | None, metric: Metric) -> None:
         source = read_source(frame)
         if source.columns is None or source.index is None:
             raise InvalidRequestError("the rows are an iterable; pass a data frame or a list", param="frame")
         self.metric = metric
+        answer = None if answer is None else str(answer)
         self.columns = list(source.columns)
         names = ", ".join(self.columns)
         if answer is not None and answer not in self.columns:

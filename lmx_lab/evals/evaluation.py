@@ -324,7 +324,8 @@ class Evaluation:
 
     def _row(self, label: Any, position: int | None) -> EvaluatedRow:
         if position is not None:
-            found = self.rows[position : position + 1] if isinstance(position, int) and position >= 0 else []
+            number = integer(position)
+            found = self.rows[number : number + 1] if number is not None and number >= 0 else []
         else:
             found = [row for row in self.rows if to_json(row.label) == to_json(label)]
         if len(found) != 1:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from lmx_lab.batch.prompts import RowPrompts
 from lmx_lab.errors import InvalidRequestError, did_you_mean
+from lmx_lab.values.integers import integer
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 ROUNDING = 1e-6
@@ -134,7 +135,7 @@ class Numeric(Metric):
     def __post_init__(self) -> None:
         for name in ("relative", "absolute"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
                 raise InvalidRequestError(f"{name} is {value!r:.40}; it must be a number, 0 or more", param=name)
 
     def score(self, answer: str, expected: Any) -> float:
@@ -169,8 +170,8 @@ class Choice(Metric):
     chat_template: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.choices, str):
-            object.__setattr__(self, "choices", tuple(read_choices(self.choices)))
+        named = self.choices if integer(self.choices) is None else str(self.choices)
+        object.__setattr__(self, "choices", named if isinstance(named, str) else read_choices(named))
 
     @property
     def settings(self) -> dict[str, Any]:

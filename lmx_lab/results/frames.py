@@ -6,14 +6,17 @@ imported: a caller who passes one of their tables has imported them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import numbers
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import UTC, date, datetime
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional
@@ -30,6 +33,12 @@ Library = Literal["polars", "pyarrow"]
 """A library of tables other than pandas."""
 TEXT = "text"
 """Name of the column if the rows are texts or a series without a name."""
+NARROW: Mapping[str, type[np.floating[Any]]] = {
+    **dict.fromkeys(("float32", "Float32", "float", "float[pyarrow]"), np.float32),
+    **dict.fromkeys(("float16", "Float16", "halffloat", "halffloat[pyarrow]"), np.float16),
+}
+"""Types of columns whose numbers have fewer digits than those of Python, by their names in pandas, polars and
+pyarrow."""
 VECTOR, ERROR = "embedding", "error"
 """The columns of a table of vectors."""
 _DTYPES: Mapping[Any, tuple[Dtype, Dtype]] = {
@@ -235,51 +244,88 @@ class RowSource:
     """The library of the table; None for pandas."""
 
 
+class TableRow(dict[str, Any]):
+    """A row. Its columns can also be selected by the names of the table that are not texts, such as ``row[0]``."""
+
+    @classmethod
+    def of(cls, names: Iterable[Any], values: Iterable[Any], dtypes: Iterable[Any]) -> TableRow:
+        """Create a row, in which a number has the fewest digits that identify it in its type: ``19.99`` in float32."""
+        row = cls()
+        for name, value, dtype in zip(names, values, dtypes, strict=True):
+            kind = type(value) if isinstance(value, np.float32 | np.float16) else NARROW.get(str(dtype))
+            if kind is not None and isinstance(value, float | np.floating):
+                row[str(name)] = float(str(kind(value)))
+            else:
+                row[str(name)] = value
+        return row
+
+    def __missing__(self, name: Any) -> Any:
+        if isinstance(name, str):
+            raise KeyError(name)
+        return self[str(name)]
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return super().get(str(name), default)
+
+
 def read_source(data: Any) -> RowSource:
-    """Return the rows of a data frame, a series, a table or a column of pyarrow, a text, a sequence or an iterable.
+    """Return the rows of a data frame, a column, an array, a table of pyarrow, a text, a sequence or an iterable.
 
     Raises:
-        InvalidRequestError: the data is none of these, or two columns have the same name.
-        MissingPackageError: the data is a list, and pandas is not installed.
+        InvalidRequestError: the data is none of these, a row of a sequence is not a dictionary or a single value, or
+            two columns have the same name.
+        MissingPackageError: the data is a list or an array, and pandas is not installed.
     """
     rows: Iterator[tuple[Any, Mapping[str, Any]]]
+    data = to_table(data)
     pandas = sys.modules.get("pandas")
     polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
     if pandas is not None and isinstance(data, pandas.DataFrame):
-        columns = [str(name) for name in data.columns]
-        values = data.itertuples(index=False, name=None)
-        rows = ((label, dict(zip(columns, row, strict=True))) for label, row in zip(data.index, values, strict=True))
-        return _checked(RowSource(rows=rows, columns=columns, index=data.index))
-    if pandas is not None and isinstance(data, pandas.Series):
-        name = str(data.name) if data.name is not None else TEXT
-        rows = ((label, {name: value}) for label, value in data.items())
-        return RowSource(rows=rows, columns=[name], index=data.index)
-    if polars is not None and isinstance(data, polars.DataFrame | polars.Series):
-        data = _to_table(data)
-        rows = enumerate(data.iter_rows(named=True))
+        columns, dtypes = [str(name) for name in data.columns], list(map(str, data.dtypes))
+        found = (TableRow.of(columns, values, dtypes) for values in data.itertuples(index=False, name=None))
+        return _checked(RowSource(rows=zip(data.index, found, strict=True), columns=columns, index=data.index))
+    if polars is not None and isinstance(data, polars.DataFrame):
+        dtypes = list(map(str, data.dtypes))
+        rows = enumerate(TableRow.of(data.columns, values, dtypes) for values in data.iter_rows())
         return RowSource(rows=rows, columns=data.columns, index=range(data.height), library="polars")
-    data = _to_table(data)
     if pyarrow is not None and isinstance(data, pyarrow.Table):
         # The rows of a batch are converted to Python values in one step.
-        batches = data.to_batches(max_chunksize=1000)
-        rows = enumerate(row for batch in batches for row in batch.to_pylist())
+        batches, dtypes = data.to_batches(max_chunksize=1000), list(map(str, data.schema.types))
+        rows = enumerate(TableRow.of(row, row.values(), dtypes) for batch in batches for row in batch.to_pylist())
         names = data.column_names
         return _checked(RowSource(rows=rows, columns=names, index=range(data.num_rows), library="pyarrow"))
     if isinstance(data, str):
         data = [data]
-    if isinstance(data, bytes | Mapping) or not isinstance(data, Iterable) or hasattr(data, "columns"):
+    if isinstance(data, bytes | Mapping | np.ndarray) or not isinstance(data, Iterable) or hasattr(data, "columns"):
         raise InvalidRequestError(
             f"the rows are a {type(data).__name__}; pass a data frame of pandas or polars, one of its columns, a "
-            "pyarrow table, a list of texts or dictionaries, or an iterable of them",
+            "pyarrow table, an array, a list of texts or dictionaries, or an iterable of them",
             param="frame",
         )
-    mappings = (value if isinstance(value, Mapping) else {TEXT: value} for value in data)
+    rows = ((at, _listed_row(at, value)) for at, value in enumerate(data))
     if not isinstance(data, Sequence):
-        return RowSource(rows=enumerate(mappings), columns=None)
-    listed = list(mappings)
+        return RowSource(rows=rows, columns=None)
+    listed = [row for _, row in rows]
     columns = list(dict.fromkeys(name for row in listed for name in row)) or [TEXT]
     index = import_optional("pandas", "map").RangeIndex(len(listed))
-    return RowSource(rows=enumerate(listed), columns=columns, index=index)
+    return RowSource(rows=iter(enumerate(listed)), columns=columns, index=index)
+
+
+def _listed_row(at: int, value: Any) -> TableRow:
+    """Return a row of a sequence or an iterable.
+
+    Raises:
+        InvalidRequestError: the value is a tuple or another collection, whose prompt would be the text of the object.
+    """
+    if isinstance(value, Mapping):
+        return TableRow.of(value, value.values(), itertools.repeat("", len(value)))
+    if is_dataclass(value) or (isinstance(value, Iterable) and not isinstance(value, str)):
+        raise InvalidRequestError(
+            f"row {at} has the type {type(value).__name__}, and its values have no names of columns; pass the data frame, "
+            "the table or the array itself, or convert each row to a dictionary",
+            param="frame",
+        )
+    return TableRow.of([TEXT], [value], [""])
 
 
 def _checked(source: RowSource) -> RowSource:
@@ -289,9 +335,12 @@ def _checked(source: RowSource) -> RowSource:
     return source
 
 
-def _to_table(data: Any) -> Any:
-    """Convert a column of polars, or a column or a record batch of pyarrow, to a table. Other data is returned
-    unchanged."""
+def to_table(data: Any) -> Any:
+    """Convert a column or an array to a table of its library, and a record batch of pyarrow to a table.
+
+    An array of one dimension is a column. Other data is returned unchanged.
+    """
+    pandas = sys.modules.get("pandas")
     polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
     if polars is not None and isinstance(data, polars.Series):
         return data.to_frame(data.name or TEXT)
@@ -299,7 +348,15 @@ def _to_table(data: Any) -> Any:
         return pyarrow.Table.from_batches([data])
     if pyarrow is not None and isinstance(data, pyarrow.Array | pyarrow.ChunkedArray):
         return pyarrow.table({TEXT: data})
-    return data
+    is_array = isinstance(data, np.ndarray) and data.ndim in (1, 2)
+    kinds = () if pandas is None else (pandas.Series, pandas.Index, pandas.api.extensions.ExtensionArray)
+    if not is_array and not isinstance(data, kinds):
+        return data
+    pandas = import_optional("pandas", "map")
+    if isinstance(data, pandas.MultiIndex) or (is_array and (data.ndim == 2 or data.dtype.names)):
+        return pandas.DataFrame(data if is_array else data.to_frame(index=False))
+    name = getattr(data, "name", None)
+    return pandas.DataFrame({TEXT if name is None else name: data})
 
 
 def vector_table(vectors: Sequence[Any], errors: Sequence[str | None], source: RowSource) -> Any:
@@ -331,10 +388,10 @@ def select_rows(data: Any, source: RowSource, order: Sequence[int], added: Mappi
         return data.iloc[list(order)].assign(**added)
     if source.library == "polars":
         polars: Any = sys.modules["polars"]
-        found = _to_table(data).select(polars.all().gather(polars.Series(order, dtype=polars.UInt32)))
+        found = data.select(polars.all().gather(polars.Series(order, dtype=polars.UInt32)))
         return found.with_columns(polars.Series(name, each, dtype=polars.Float64) for name, each in added.items())
     pyarrow: Any = sys.modules["pyarrow"]
-    table = _to_table(data).take(pyarrow.array(order, type=pyarrow.int64()))
+    table = data.take(pyarrow.array(order, type=pyarrow.int64()))
     for name, each in added.items():
         table = table.append_column(name, pyarrow.array(each, type=pyarrow.float64()))
     return table
