@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import date, datetime
 from decimal import Decimal
 from enum import Enum
@@ -18,10 +19,13 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.frames import Dtype, utc_time
 
 Schema = Mapping[str, Any] | type[BaseModel]
-DTYPES: Mapping[str, Dtype] = {"integer": "Int64", "number": "float64", "boolean": "boolean", "string": "text"}
-"""The type of a column for each JSON type. Columns of other types contain Python objects."""
-FORMATS: Mapping[Any, Dtype] = {"date": "date", "date-time": "time"}
-"""The type of a column for each format of a text, if the schema consists of Python types."""
+DTYPES: Mapping[str | None, Dtype] = {
+    **{"integer": "Int64", "number": "float64", "boolean": "boolean", "string": "text"},
+    **{"date": "date", "date-time": "time"},
+}
+"""The type of a column for each JSON type, and for formats of texts. Other columns contain Python objects."""
+WIDER = {"number": {"integer", "number"}, "string": {"string", "date", "date-time"}}
+"""The types that a type can represent."""
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 """The JSON type of each Python type in ``enum`` and ``const``."""
 INT64 = range(-(2**63), 2**63)
@@ -56,14 +60,11 @@ class TypedColumns:
         self.dtypes: dict[str, Dtype] = {}
         """The type of each column: ``object`` if the schema allows several types apart from null, or any type."""
         for name, member in members.items():
-            kinds = _json_types(member, root) - {("null", None)}
-            if {kind for kind, _ in kinds} == {"integer", "number"}:
-                kinds = {("number", None)}
-            if convert is not None and len(kinds) == 1 and (format_ := next(iter(kinds))[1]) in FORMATS:
-                self.dtypes[name] = FORMATS[format_]
-            else:
-                types = {kind for kind, _ in kinds}
-                self.dtypes[name] = DTYPES.get(types.pop() or "", "object") if len(types) == 1 else "object"
+            kinds = _json_types(member, root, python=convert is not None) - {"null"}
+            if len(kinds) > 1:
+                # The type that can represent all of them.
+                kinds = {next((each for each in ("number", "string") if kinds <= WIDER[each]), None)}
+            self.dtypes[name] = DTYPES.get(kinds.pop() if kinds else None, "object")
 
     @classmethod
     def of(cls, schema: Schema) -> TypedColumns:
@@ -92,17 +93,14 @@ class TypedColumns:
                 return cls(_object_schema(adapters, "validation"), convert, _object_schema(adapters, "serialization"))
         except (PydanticUserError, PydanticUndefinedAnnotation) as exc:
             raise InvalidRequestError(f"a type in schema has no JSON schema: {exc.message}", param="schema") from None
-        try:
-            is_json = isinstance(schema, Mapping) and bool(schema) and bool(json.dumps(dict(schema)))
-        except TypeError:
-            is_json = False
-        if not is_json:
-            raise InvalidRequestError(
-                f"schema is {schema!r:.80}; pass a JSON schema, a pydantic model, or a dictionary such as "
-                "{'city': str, 'days': int}",
-                param="schema",
-            )
-        return cls(schema)
+        with suppress(TypeError):
+            if isinstance(schema, Mapping) and schema and json.dumps(dict(schema)):
+                return cls(schema)
+        raise InvalidRequestError(
+            f"schema is {schema!r:.80}; pass a JSON schema, a pydantic model, or a dictionary such as "
+            "{'city': str, 'days': int}",
+            param="schema",
+        )
 
     def values(self, text: str) -> dict[str, Any]:
         """Return the values of an answer by column; None for columns that the answer does not contain.
@@ -197,18 +195,23 @@ def _resolved(schema: Any, root: Any) -> Any:
     return schema
 
 
-def _json_types(schema: Any, root: Any, depth: int = 0) -> set[tuple[str | None, str | None]]:
-    """Return the types that a JSON schema describes, each with its format; None stands for any type."""
+def _json_types(schema: Any, root: Any, *, python: bool, depth: int = 0) -> set[str | None]:
+    """Return the types that a JSON schema describes; None stands for any type.
+
+    Args:
+        python: Whether texts are converted to Python's types, so that their format is returned instead.
+    """
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > 20:
-        return {(None, None)}
+        return {None}
     if isinstance(given := schema.get("type"), str | list):
-        return {(kind, schema.get("format")) for kind in ([given] if isinstance(given, str) else given)}
-    for name in ("enum", "const"):
-        if name in schema:
-            values = schema[name] if name == "enum" else [schema[name]]
-            return {(JSON_TYPES.get(type(value)), None) for value in values}
+        kinds: set[str | None] = {given} if isinstance(given, str) else set(given)
+        is_format = python and kinds == {"string"} and schema.get("format") in WIDER["string"]
+        return {schema["format"]} if is_format else kinds
+    if "enum" in schema or "const" in schema:
+        return {JSON_TYPES.get(type(value)) for value in schema.get("enum", [schema.get("const")])}
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(name), list) and (name != "allOf" or len(schema[name]) == 1):
-            return set().union(*(_json_types(each, root, depth + 1) for each in schema[name]))
-    return {(None, None)}
+            parts = (_json_types(each, root, python=python, depth=depth + 1) for each in schema[name])
+            return set().union(*parts)
+    return {None}

@@ -77,9 +77,9 @@ def to_wandb(run: ExportedRun, *, project: str, **options: Any) -> str:
     wandb = import_optional("wandb", "to_wandb")
     with wandb.init(project=project, name=run.facts.name, config=_parameters(run), **options) as created:
         created.summary.update(figures(run))
+        # The index may have the names of columns.
         levels = run.frame.index.nlevels
-        labels = ["label"] if levels == 1 else [f"label_{level}" for level in range(levels)]
-        # The rows have no column with such a name, but may have one with the name of the index.
+        labels = [f"label_{level}" for level in range(levels)] if levels > 1 else "label"
         rows = run.frame.reset_index(names=labels).map(_text)
         created.log({"rows": wandb.Table(dataframe=rows)})
         run_id: str = created.id

@@ -48,6 +48,14 @@ _DTYPES: Mapping[Any, tuple[Dtype, Dtype]] = {
     str: ("str", "str"),
 }
 """The types of required and of optional fields."""
+_LIBRARY_TYPES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("int64", "Int64"), ("Int64", "int64")),
+    **dict.fromkeys(("bool", "boolean"), ("Boolean", "bool_")),
+    **dict.fromkeys(("str", "text", "object"), ("String", "string")),
+    **{"float32": ("Float32", "float32"), "float64": ("Float64", "float64"), "date": ("Date", "date32")},
+    "time": ("Datetime", "timestamp", "us", "UTC"),
+}
+"""The names of types in polars and in pyarrow, and their arguments."""
 
 
 def dtypes_of(shape: type) -> dict[str, Dtype]:
@@ -108,37 +116,18 @@ def make_table(
             columns = {name: [row.get(name) for row in given] for name in dtypes}
         else:
             columns = {name: [row[at] for row in given] for at, name in enumerate(dtypes)}
-    table: pd.DataFrame
-    if library == "polars":
-        polars = sys.modules["polars"]
-        kinds = {
-            **dict.fromkeys(("int64", "Int64"), polars.Int64),
-            **dict.fromkeys(("bool", "boolean"), polars.Boolean),
-            **dict.fromkeys(("str", "text", "object"), polars.String),
-            "float32": polars.Float32,
-            "float64": polars.Float64,
-            "date": polars.Date,
-            "time": polars.Datetime("us", "UTC"),
-        }
-        table = polars.DataFrame(
-            [polars.Series(name, _plain(columns[name], dtype), dtype=kinds[dtype]) for name, dtype in dtypes.items()]
-        )
-        return table
-    if library == "pyarrow":
-        pyarrow = sys.modules["pyarrow"]
-        kinds = {
-            **dict.fromkeys(("int64", "Int64"), pyarrow.int64()),
-            **dict.fromkeys(("bool", "boolean"), pyarrow.bool_()),
-            **dict.fromkeys(("str", "text", "object"), pyarrow.string()),
-            "float32": pyarrow.float32(),
-            "float64": pyarrow.float64(),
-            "date": pyarrow.date32(),
-            "time": pyarrow.timestamp("us", "UTC"),
-        }
-        table = pyarrow.table(
-            {name: pyarrow.array(_plain(columns[name], dtype), type=kinds[dtype]) for name, dtype in dtypes.items()}
-        )
-        return table
+    if library is not None:
+        module: Any = sys.modules[library]
+        made = {}
+        for name, dtype in dtypes.items():
+            polars_name, pyarrow_name, *unit = _LIBRARY_TYPES[dtype]
+            values = _plain(columns[name], dtype)
+            if library == "polars":
+                made[name] = module.Series(name, values, dtype=getattr(module, polars_name)(*unit))
+            else:
+                made[name] = module.array(values, type=getattr(module, pyarrow_name)(*unit))
+        found: pd.DataFrame = module.DataFrame(made) if library == "polars" else module.table(made)
+        return found
     pandas = import_optional("pandas", needed_by)
     table = pandas.DataFrame({name: _pandas_series(pandas, columns[name], dtype) for name, dtype in dtypes.items()})
     if isinstance(index, list):
@@ -321,8 +310,8 @@ def _listed_row(at: int, value: Any) -> TableRow:
         return TableRow.of(value, value.values(), itertools.repeat("", len(value)))
     if is_dataclass(value) or (isinstance(value, Iterable) and not isinstance(value, str)):
         raise InvalidRequestError(
-            f"row {at} has the type {type(value).__name__}, and its values have no names of columns; pass the data frame, "
-            "the table or the array itself, or convert each row to a dictionary",
+            f"row {at} has the type {type(value).__name__}, and its values have no names of columns; pass the data "
+            "frame, the table or the array itself, or convert each row to a dictionary",
             param="frame",
         )
     return TableRow.of([TEXT], [value], [""])
