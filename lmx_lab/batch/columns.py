@@ -12,7 +12,7 @@ from enum import Enum
 from numbers import Real
 from typing import Any, get_origin
 
-from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticUndefinedAnnotation
 
 from lmx_lab.errors import InvalidRequestError
@@ -73,24 +73,21 @@ class TypedColumns:
         Raises:
             InvalidRequestError: the schema is none of these, or one of its types has no JSON schema.
         """
+        model: Any = schema
         try:
-            if isinstance(schema, type) and issubclass(schema, BaseModel):
-                model = schema
+            if isinstance(schema, Mapping) and schema and all(map(_is_type, schema.values())):
+                # The names of columns are aliases, because they need not be names in Python.
+                fields: dict[str, Any] = {
+                    f"column_{at}": (kind, Field(alias=str(name))) for at, (name, kind) in enumerate(schema.items())
+                }
+                model = create_model("row", __config__=ConfigDict(extra="forbid"), **fields)
+            if isinstance(model, type) and issubclass(model, BaseModel):
                 return cls(
                     model.model_json_schema(),
+                    # Strict types accept texts instead of dates, and lists instead of tuples, only in JSON.
                     lambda text: model.model_validate_json(text).model_dump(by_alias=True),
                     model.model_json_schema(mode="serialization"),
                 )
-            if isinstance(schema, Mapping) and schema and all(map(_is_type, schema.values())):
-                adapters: dict[str, TypeAdapter[Any]] = {str(name): TypeAdapter(kind) for name, kind in schema.items()}
-
-                def convert(text: str) -> dict[str, Any]:
-                    # JSON has no dates, tuples or enums, so that strict types accept its texts and lists instead.
-                    texts = {name: json.dumps(value) for name, value in json.loads(text).items()}
-                    validated = {name: each.validate_json(texts[name]) for name, each in adapters.items()}
-                    return {name: each.dump_python(validated[name], by_alias=True) for name, each in adapters.items()}
-
-                return cls(_object_schema(adapters, "validation"), convert, _object_schema(adapters, "serialization"))
         except (PydanticUserError, PydanticUndefinedAnnotation) as exc:
             raise InvalidRequestError(f"a type in schema has no JSON schema: {exc.message}", param="schema") from None
         with suppress(TypeError):
@@ -132,18 +129,6 @@ def _is_type(value: Any) -> bool:
     """Return whether a value of a schema is a type, an alias of a type, or a generic type such as ``int | None``."""
     aliases = ("__value__", "__supertype__")
     return isinstance(value, type) or get_origin(value) is not None or any(hasattr(value, name) for name in aliases)
-
-
-def _object_schema(adapters: Mapping[str, TypeAdapter[Any]], mode: Any) -> dict[str, Any]:
-    """Return the schema of an object whose members have these types."""
-    schemas, shared = TypeAdapter.json_schemas([(name, mode, each) for name, each in adapters.items()])
-    return {
-        "type": "object",
-        "properties": {name: schemas[name, mode] for name in adapters},
-        "required": list(adapters),
-        "additionalProperties": False,
-        **({"$defs": shared["$defs"]} if "$defs" in shared else {}),
-    }
 
 
 def _column_value(name: str, kind: Dtype, found: Any) -> Any:

@@ -265,24 +265,34 @@ def read_source(data: Any) -> RowSource:
             two columns have the same name.
         MissingPackageError: the data is a list or an array, and pandas is not installed.
     """
-    rows: Iterator[tuple[Any, Mapping[str, Any]]]
     data = to_table(data)
     pandas = sys.modules.get("pandas")
     polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
+    index: Any
+    values: Iterable[Iterable[Any]]
+    library: Library | None = None
     if pandas is not None and isinstance(data, pandas.DataFrame):
-        columns, dtypes = [str(name) for name in data.columns], list(map(str, data.dtypes))
-        found = (TableRow.of(columns, values, dtypes) for values in data.itertuples(index=False, name=None))
-        return _checked(RowSource(rows=zip(data.index, found, strict=True), columns=columns, index=data.index))
-    if polars is not None and isinstance(data, polars.DataFrame):
-        dtypes = list(map(str, data.dtypes))
-        rows = enumerate(TableRow.of(data.columns, values, dtypes) for values in data.iter_rows())
-        return RowSource(rows=rows, columns=data.columns, index=range(data.height), library="polars")
-    if pyarrow is not None and isinstance(data, pyarrow.Table):
+        index, columns, dtypes = data.index, [str(name) for name in data.columns], data.dtypes
+        values = data.itertuples(index=False, name=None)
+    elif polars is not None and isinstance(data, polars.DataFrame):
+        index, columns, dtypes, library = range(data.height), data.columns, data.dtypes, "polars"
+        values = data.iter_rows()
+    elif pyarrow is not None and isinstance(data, pyarrow.Table):
+        index, columns, dtypes, library = range(data.num_rows), data.column_names, data.schema.types, "pyarrow"
         # The rows of a batch are converted to Python values in one step.
-        batches, dtypes = data.to_batches(max_chunksize=1000), list(map(str, data.schema.types))
-        rows = enumerate(TableRow.of(row, row.values(), dtypes) for batch in batches for row in batch.to_pylist())
-        names = data.column_names
-        return _checked(RowSource(rows=rows, columns=names, index=range(data.num_rows), library="pyarrow"))
+        batches = data.to_batches(max_chunksize=1000)
+        values = (row.values() for batch in batches for row in batch.to_pylist())
+    else:
+        return _listed_source(data)
+    if len(set(columns)) < len(columns):
+        raise InvalidRequestError(f"two columns have the same name: {', '.join(columns)}; rename one", param="frame")
+    kinds = list(map(str, dtypes))
+    rows = ((label, TableRow.of(columns, row, kinds)) for label, row in zip(index, values, strict=True))
+    return RowSource(rows=rows, columns=columns, index=index, library=library)
+
+
+def _listed_source(data: Any) -> RowSource:
+    """Return the rows of a text, a sequence or an iterable."""
     if isinstance(data, str):
         data = [data]
     if isinstance(data, bytes | Mapping | np.ndarray) or not isinstance(data, Iterable) or hasattr(data, "columns"):
@@ -315,13 +325,6 @@ def _listed_row(at: int, value: Any) -> TableRow:
             param="frame",
         )
     return TableRow.of([TEXT], [value], [""])
-
-
-def _checked(source: RowSource) -> RowSource:
-    columns = source.columns or ()
-    if len(set(columns)) < len(columns):
-        raise InvalidRequestError(f"two columns have the same name: {', '.join(columns)}; rename one", param="frame")
-    return source
 
 
 def to_table(data: Any) -> Any:
