@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lmx_lab.backend import Backend
+from lmx_lab.backend import Backend, load_or_cancel
 from lmx_lab.bench.case import Case, Closed, number_repeats
 from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
-from lmx_lab.bench.targets import ChatTarget, Target, as_target
+from lmx_lab.bench.targets import ChatTarget, EngineSide, Target, as_target, engine_sides
 from lmx_lab.blocking import Portal, on_loop, run_steps
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError
 from lmx_lab.portal import LoopThread
-from lmx_lab.progress import counter
+from lmx_lab.progress import ProgressBar, counter
 from lmx_lab.results.provenance import provenance
+from lmx_lab.values.models import LoadSpec
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from lmx_lab.engine import ModelManager
 
+log = logging.getLogger(__name__)
 Measured: TypeAlias = "Target | str | ModelManager"
 Plan: TypeAlias = Case | Sequence[Case]
+OUTPUT_WEIGHT = 10
+"""How much longer a token of an answer takes than one of a prompt, to estimate the remaining time: with SmolLM2-135M on
+two cores 4 times as long on llama.cpp, and 25 times on MLX."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +45,10 @@ class RunProgress:
 
     done: int
     total: int
-    sample: RequestSample
-    """The latest sample."""
+    sample: RequestSample | None
+    """The latest sample; None while a model is loaded before the first one."""
+    line: str = ""
+    """A line for logs: about a round that has ended with this sample, or a load."""
 
 
 ProgressCallback: TypeAlias = Callable[[RunProgress], None]
@@ -50,6 +61,7 @@ def run(
     progress: bool | ProgressCallback = True,
     record: bool | Path | str = False,
     silence_s: float = SILENCE_S,
+    names: str | Sequence[str] = (),
 ) -> pd.DataFrame:
     """Run the plan and return a table with a row for each request, failed ones included. ``summary`` summarizes it.
 
@@ -59,28 +71,30 @@ def run(
         target: An address, an engine or a ``Target``; or several of them, which are measured in turns, so that drift of
             the machine affects all of them alike.
         plan: A sweep, a case or a sequence of cases.
-        progress: True for a progress bar in a terminal (on standard error) or a notebook, or a function that is called
-            on this thread.
+        progress: True for a progress bar in a terminal (on standard error) or a notebook, and elsewhere a line after
+            each round, which is one repeat of a case on all targets; or a function that is called on this thread.
         record: True to store the run in ``bench`` in the lab's home, or the folder for it.
         silence_s: Time in seconds without data after which a request fails.
+        names: Names of the targets in tables and plots, in order, instead of their own.
 
     Returns:
         A table. After the first Ctrl-C, which cancels running requests, it has the requests that have ended, and
-        ``.attrs["interrupted"]`` is true; a second Ctrl-C raises immediately. ``.attrs["provenance"]`` describes the
-        software and the machine, ``.attrs["path"]`` is the stored file.
+        ``.attrs["interrupted"]`` is true; a second Ctrl-C raises immediately. ``.attrs["rounds"]`` has the numbers of
+        ``finished`` and ``planned`` rounds, ``.attrs["provenance"]`` describes the software and the machine, and
+        ``.attrs["path"]`` is the stored file.
 
     Raises:
         InvalidRequestError: a target or the plan is not valid, or the run cannot be stored.
         MissingPackageError: pandas is not installed.
     """
-    measurement = Measurement(target, plan, record=record, silence_s=silence_s)
+    measurement = Measurement(target, plan, record=record, silence_s=silence_s, names=names)
     with counter("bench") if progress is True else nullcontext() as bar:
 
         def show(step: RunProgress) -> None:
             if callable(progress):
                 progress(step)
             elif bar is not None:
-                bar.show(progress_text(step), step.done, step.total)
+                _show(bar, step)
 
         return run_steps(measurement.measured(show))
 
@@ -91,6 +105,8 @@ async def measure(
     *,
     compare: Measured | Sequence[Measured],
     record: bool | Path | str,
+    engines: str | Sequence[str] = (),
+    names: str | Sequence[str] = (),
 ) -> pd.DataFrame:
     """Measure the server of a lab, show the progress, and return the table of results. Has steps.
 
@@ -100,13 +116,33 @@ async def measure(
     Args:
         compare: Other targets, which are measured alternately with the lab.
         record: Whether to store the run, or the folder for it.
+        engines: Engines with which the lab's model is measured in turns. At the end, its own one loads it again.
+        names: As for ``run``.
     """
-    others: Sequence[Any] = compare if isinstance(compare, list | tuple) else [compare]
-    targets = [ChatTarget(backend.url, api_key=backend.api_key, name="lab"), *others]
-    run = Measurement(targets, plan, record=record, folder=backend.home / "bench", required=True)
     _ = backend.portal.thread  # Raises HostingError if the lab was stopped.
-    with counter("bench", backend, doing="Measuring") as bar:
-        return await run.measured(lambda step: bar.show(progress_text(step), step.done, step.total))
+    others: Sequence[Any] = compare if isinstance(compare, list | tuple) else [compare]
+    own: Sequence[Target] = [ChatTarget(backend.url, api_key=backend.api_key, name="lab")]
+    before: LoadSpec | None = None
+    if engines:
+        records = (await on_loop(backend.portal, backend.models())).models
+        loaded = [record for record in records if record.loaded and record.kind == "chat"]
+        if not loaded:
+            raise NotLoadedError(f"{backend.url} has no loaded chat model; load one first")
+        main = min(loaded, key=lambda record: not record.main)
+        before = LoadSpec(model=main.id, engine="auto" if main.engine == "echo" else main.engine)
+        own = engine_sides(own[0], backend, main.id, [engines] if isinstance(engines, str) else list(engines))
+    run = Measurement(
+        [*own, *others], plan, record=record, folder=backend.home / "bench", required=not engines, names=names
+    )
+    try:
+        with counter("bench", backend, doing="Measuring") as bar:
+            return await run.measured(lambda step: _show(bar, step))
+    finally:
+        if before is not None:
+            try:
+                await on_loop(backend.portal, load_or_cancel(backend, before))
+            except LabError as exc:
+                log.warning("%s could not be loaded again after the measurement: %s", before.model, exc.message)
 
 
 class Measurement:
@@ -119,6 +155,7 @@ class Measurement:
         target, plan, record, silence_s: As for ``run``.
         folder: The folder to use if ``record`` is True; None selects ``bench`` in the home of the current settings.
         required: Whether the first target must have a model.
+        names: As for ``run``.
 
     Raises:
         InvalidRequestError: a target or the plan is not valid.
@@ -134,11 +171,12 @@ class Measurement:
         folder: Path | None = None,
         silence_s: float = SILENCE_S,
         required: bool = False,
+        names: str | Sequence[str] = (),
     ) -> None:
         frame(())  # Raises MissingPackageError before the measurement.
         self._shared = Run(silence_s=silence_s)
         self._cases = _cases(plan)
-        self._targets = _targets(target)
+        self._targets = _targets(target, names)
         self._total = len(self._targets) * sum(case.warm_up + case.requests for case in self._cases)
         self._recorder: Recorder | None = None
         if record:
@@ -146,6 +184,11 @@ class Measurement:
         self._required = required
         self._provenance: dict[str, Any] = {}
         self._taken: list[RequestSample] = []
+        self._missing = {
+            (case.name, case.seed, repeat): len(self._targets) * (case.warm_up + case.requests)
+            for repeat, case in number_repeats(self._cases)
+        }
+        """Number of missing samples of each round."""
         self._steps: asyncio.Queue[RunProgress | None] = asyncio.Queue()
         """At most one entry for each request of the run."""
 
@@ -158,6 +201,7 @@ class Measurement:
 
         Raises:
             NotLoadedError: the first target is required, and has no model in memory.
+            UnusableModelError: an engine that is to be measured cannot run the model.
             LabError: the required target does not answer, it is not clear which model is to be measured, or the run
                 cannot be stored.
         """
@@ -177,6 +221,7 @@ class Measurement:
             thread.stop()  # This cancels running requests.
         table = frame(self._taken, self._provenance)
         table.attrs["interrupted"] = interrupted
+        table.attrs["rounds"] = {"finished": self._finished, "planned": len(self._missing)}
         path = None if self._recorder is None else self._recorder.path
         table.attrs["path"] = None if path is None else str(path)
         return table
@@ -185,20 +230,54 @@ class Measurement:
         try:
             if self._required:
                 await self._targets[0].describe()
+            # Each engine loads the model once before the measurement, so that an engine that cannot run it is an error,
+            # and downloads and conversions take no time later. The first one is measured first, so it is the last here.
+            for side in reversed(self._targets):
+                if isinstance(side, EngineSide):
+                    line = f"loading {side.spec.model} on {side.spec.engine}"
+                    self._steps.put_nowait(RunProgress(done=0, total=self._total, sample=None, line=line))
+                    await side.load()
+                    if side.failure is not None:
+                        raise side.failure
             self._provenance = provenance(seeds=[case.seed for case in self._cases], run=self._shared.id)
             if self._recorder is not None:
                 self._recorder.provenance = self._provenance
             measured = samples(self._targets, self._cases, shared=self._shared)
+            began_s = time.perf_counter()
             with self._recorder or nullcontext():
                 async with aclosing(measured) as ended:
                     async for sample in ended:
                         if self._recorder is not None:
                             self._recorder.add_or_log(sample)
                         self._taken.append(sample)
-                        progress = RunProgress(done=len(self._taken), total=self._total, sample=sample)
-                        self._steps.put_nowait(progress)
+                        line = self._count(sample, time.perf_counter() - began_s)
+                        done = len(self._taken)
+                        self._steps.put_nowait(RunProgress(done=done, total=self._total, sample=sample, line=line))
         finally:
             self._steps.put_nowait(None)
+
+    @property
+    def _finished(self) -> int:
+        """Number of finished rounds."""
+        return sum(missing == 0 for missing in self._missing.values())
+
+    def _count(self, sample: RequestSample, elapsed_s: float) -> str:
+        """Count a sample. If it was the last one of its round, return a line about the round."""
+        self._missing[sample.case, sample.seed, sample.repeat] -= 1
+        if self._missing[sample.case, sample.seed, sample.repeat]:
+            return ""
+        work = {case.name: case.prompt_tokens + OUTPUT_WEIGHT * case.output_tokens for case in self._cases}
+        done = sum(work[each.case] for each in self._taken)
+        left = sum(work[name] * missing for (name, _, _), missing in self._missing.items())
+        remaining = f", about {_duration(elapsed_s * left / done)} left" if left else ""
+        return (
+            f"round {self._finished} of {len(self._missing)} ({sample.case}, repeat {sample.repeat + 1}): "
+            f"{len(self._taken)} of {self._total} requests in {_duration(elapsed_s)}{remaining}"
+        )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 async def samples(
@@ -222,15 +301,35 @@ async def samples(
     Raises:
         InvalidRequestError: a target or the plan is not valid.
     """
-    targets, cases, run = _targets(target), _cases(plan), shared or Run(silence_s=silence_s)
-    for repeat, case in number_repeats(cases):
-        case_runs = [CaseRun(target, case, repeat=repeat, run=run) for target in targets]
-        for case_run in case_runs:
-            await case_run.prepare()
-        for part in _parts(case_runs, case, repeat):
-            async with aclosing(part) as ended:
-                async for sample in ended:
-                    yield sample
+    run = shared or Run(silence_s=silence_s)
+    for targets, cases in _blocks(_targets(target), _cases(plan)):
+        for side in targets:
+            if isinstance(side, EngineSide):
+                await side.load()
+        for repeat, case in cases:
+            case_runs = [CaseRun(target, case, repeat=repeat, run=run) for target in targets]
+            for case_run in case_runs:
+                await case_run.prepare()
+            for part in _parts(case_runs, case, repeat):
+                async with aclosing(part) as ended:
+                    async for sample in ended:
+                        yield sample
+
+
+def _blocks(targets: list[Target], cases: Sequence[Case]) -> Iterator[tuple[list[Target], list[tuple[int, Case]]]]:
+    """Yield targets that are measured together, with the cases and their repeats.
+
+    A lab has a model in memory on one engine only. If a model is loaded with several engines, each repeat has a block
+    for each target, with all cases. Every other repeat has the blocks in reverse, and so begins without a load.
+    """
+    numbered = list(number_repeats(cases))
+    if not any(isinstance(target, EngineSide) for target in targets):
+        yield targets, numbered
+        return
+    for repeat, part in itertools.groupby(sorted(numbered, key=itemgetter(0)), itemgetter(0)):
+        of_repeat = list(part)
+        for target in targets if repeat % 2 == 0 else reversed(targets):
+            yield [target], of_repeat
 
 
 def _parts(case_runs: list[CaseRun], case: Case, repeat: int) -> Iterator[AsyncGenerator[RequestSample, None]]:
@@ -249,15 +348,24 @@ def _parts(case_runs: list[CaseRun], case: Case, repeat: int) -> Iterator[AsyncG
             yield case_run.measure(numbers)
 
 
-def _targets(given: Measured | Sequence[Measured]) -> list[Target]:
+def _targets(given: Measured | Sequence[Measured], names: str | Sequence[str] = ()) -> list[Target]:
     several: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
-    targets = [as_target(one) for one in several]
+    own_names: list[Any] = [names] if isinstance(names, str) else list(names)
+    if wrong := [name for name in own_names if not (isinstance(name, str) and name.strip())]:
+        raise InvalidRequestError(f"the name {wrong[0]!r:.80} of a side is not a text with letters", param="names")
+    if len(own_names) > len(several):
+        raise InvalidRequestError(
+            f"there are more names ({', '.join(own_names):.200}) than sides to measure ({len(several)}); give at most "
+            "one name for each side",
+            param="names",
+        )
+    targets = [as_target(one, name) for one, name in itertools.zip_longest(several, own_names)]
     names = [target.name for target in targets]
     if not targets:
         raise InvalidRequestError("there is no target; give an address such as http://127.0.0.1:8400", param="target")
     if len(set(names)) < len(names):
         raise InvalidRequestError(
-            f"two targets have the same name ({', '.join(names):.200}); give names with ChatTarget(url, name='before')",
+            f"two targets have the same name ({', '.join(names):.200}); give each its own with names= or --name",
             param="target",
         )
     return targets
@@ -275,9 +383,17 @@ def _cases(plan: Plan) -> tuple[Case, ...]:
     return cases
 
 
+def _show(bar: ProgressBar, step: RunProgress) -> None:
+    bar.show(progress_text(step), step.done, step.total)
+    if step.line:
+        bar.print_line(step.line)
+
+
 def progress_text(step: RunProgress) -> str:
     """Return the latest sample as one line. Control characters are replaced, because parts of it come from a server."""
     sample = step.sample
+    if sample is None:
+        return step.line
     rate = f"{sample.decode_tok_s:.1f} tok/s" if sample.decode_tok_s else ""
     result = f"failed: {sample.error:.40}" if sample.error else rate
     text = " · ".join(part for part in (f"{sample.target} {sample.case}", result) if part)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_args
 
+from lmx_lab.backend import Backend, load_or_cancel
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 from lmx_lab.bench.sample import Chunk, ServerMetrics, measure_chunk
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
@@ -25,6 +27,7 @@ from lmx_lab.errors import (
     UnauthorizedError,
     UnclearModelError,
 )
+from lmx_lab.values.models import EngineChoice, LoadSpec
 
 # The engine is imported only for types and in EngineTarget, because measuring another server does not need MLX.
 if TYPE_CHECKING:
@@ -143,6 +146,8 @@ class ChatTarget:
             version, listed = await client.version(), await client.models()
         if self._model is None:
             chosen = [record for record in listed.models if record.loaded and record.kind == "chat"]
+            # The main model answers requests that name none.
+            chosen.sort(key=lambda record: not record.main)
         else:
             chosen = [record for record in listed.models if record.id == self._model]
         if not chosen:
@@ -245,23 +250,78 @@ class EngineTarget:
                 )
 
 
-def as_target(target: Target | str | ModelManager) -> Target:
-    """Convert an address to a ``ChatTarget``, and an engine to an ``EngineTarget``.
+class EngineSide:
+    """A lab whose model is loaded with one engine before it is measured.
+
+    Args:
+        target: Sends the requests to the lab.
+        spec: The load. Its engine is the name in tables.
+    """
+
+    def __init__(self, target: Target, backend: Backend, spec: LoadSpec) -> None:
+        self.name: str = spec.engine
+        self.spec = spec
+        self.failure: LabError | None = None
+        """Why the last load has failed. It is the error of all requests up to the next load."""
+        self._target = target
+        self._backend = backend
+
+    async def load(self) -> None:
+        """Load the model, unless it is in memory with this engine. Cancelling this cancels the load."""
+        self.failure = None
+        try:
+            await load_or_cancel(self._backend, self.spec)
+        except LabError as exc:
+            self.failure = exc
+
+    async def describe(self) -> TargetFacts:
+        return await self._target.describe()
+
+    async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
+        if self.failure is not None:
+            raise self.failure
+        async with aclosing(self._target.ask(body)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+def engine_sides(target: Target, backend: Backend, model: str, engines: Sequence[str]) -> list[EngineSide]:
+    """Return a side for each engine that a lab is to be measured with.
+
+    Raises:
+        InvalidRequestError: there is no such engine, or one is given twice.
+    """
+    choices = [name for name in get_args(EngineChoice) if name != "auto"]
+    for engine in engines:
+        if engine not in choices:
+            raise InvalidRequestError(
+                f"the engine {engine!r:.80} is unknown; give {' or '.join(choices)}", param="engine"
+            )
+        if engines.count(engine) > 1:
+            raise InvalidRequestError(f"the engine {engine} is given twice; give each engine once", param="engine")
+    return [EngineSide(target, backend, LoadSpec(model=model, engine=cast(EngineChoice, it))) for it in engines]
+
+
+def as_target(target: Target | str | ModelManager, name: str | None = None) -> Target:
+    """Convert an address to a ``ChatTarget``, and an engine to an ``EngineTarget``; a target gets the given name.
 
     Raises:
         InvalidRequestError: the argument is none of these.
     """
     if isinstance(target, str):
-        return ChatTarget(target)
+        return ChatTarget(target, name=name)
     # If the module of the engine was not imported, the target cannot be an engine.
     if (known := sys.modules.get("lmx_lab.engine")) is not None and isinstance(target, known.ModelManager):
-        return EngineTarget(target)
+        return EngineTarget(target, name=name or "engine")
     if not callable(getattr(target, "ask", None)):
         text = f"{type(target).__name__} cannot be measured; give an address such as http://127.0.0.1:8400, or a target"
         if hasattr(target, "bench"):
             # The lab may serve on the event loop that this call would block.
             text = "a lab cannot be measured by run(); call its method bench(), which takes the fields of a Sweep"
         raise InvalidRequestError(text, param="target")
+    if name is not None:
+        target = copy.copy(target)
+        cast(Any, target).name = name
     return cast("Target", target)
 
 

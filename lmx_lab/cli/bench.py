@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +19,7 @@ from lmx_lab.cli import FAILED, INTERRUPTED
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.options import Command, epilog, settings_with_folders
 from lmx_lab.cli.process import freeze_objects
-from lmx_lab.cli.terminal import print_note
+from lmx_lab.cli.terminal import print_line, print_note
 from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnauthorizedError
 from lmx_lab.extras import install_command
 
@@ -39,16 +40,21 @@ Without --url, the model is loaded in this process and measured without HTTP, as
 With --compare, it is served on a free port, so that both sides are measured over HTTP. With --url, a running server \
 is measured over HTTP.
 
-All prompts begin differently, so that no prefix cache is used, unless --warm is given. Ctrl-C stops the run and \
-prints the results so far.
+With --engine, once for each engine, the lab loads the model with these engines in turns, to compare them. A running \
+lab loads it with its previous engine at the end.
+
+All prompts begin differently, so that no prefix cache is used, unless --warm is given. Ctrl-C or SIGTERM stops the \
+run and prints the results so far. If standard error is not a terminal, it gets a line after each round, which is one \
+repeat of a case on all sides, with an estimate of the remaining time.
 """,
     epilog=epilog(
         "lmx-lab bench --model smollm2-135m",
         "lmx-lab bench --url http://127.0.0.1:8400 -c 1,4,8 -r 3 --plot bench.png",
+        "lmx-lab bench --model smollm2-135m --engine mlx --engine llama.cpp -r 3",
         "lmx-lab bench --url 127.0.0.1:8400 --compare 127.0.0.1:8080 -r 3 --json",
         needs=f"{install_command('pandas')} (for tables), and --model or --url",
         status="0 if all requests succeeded, 1 if one failed (warm-up included), 2 if an argument is not valid, 130 "
-        "after Ctrl-C",
+        "after Ctrl-C or SIGTERM",
     ),
 )
 def bench(
@@ -59,6 +65,16 @@ def bench(
         typer.Option(
             help="Id (downloaded if needed) or path of the model; with --url, its name on the server.",
             autocompletion=complete_model,
+        ),
+    ] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="Engine that runs the model: mlx or llama.cpp. Repeatable.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of a side in tables and plots, in the order of --engine (or the only side) and --compare. "
+            "Repeatable."
         ),
     ] = None,
     prompt_tokens: Annotated[
@@ -109,20 +125,21 @@ def bench(
     """Measure tokens per second."""
     if url is None and model is None:
         raise InvalidRequestError("there is nothing to measure; give --model to load a model, or --url of a server")
-    plan = benchmark.Sweep(
-        prompt_tokens=_numbers("--prompt-tokens", prompt_tokens),
-        output_tokens=_numbers("--output-tokens", output_tokens),
-        concurrency=_numbers("--concurrency", concurrency),
-        requests=requests,
-        repeats=repeats,
-        arrival=benchmark.Closed() if rate is None else benchmark.Poisson(per_second=rate),
-        cache="warm" if warm else "cold",
-        seed=seed,
-    )
+    sweep: dict[str, Any] = {
+        "prompt_tokens": _numbers("--prompt-tokens", prompt_tokens),
+        "output_tokens": _numbers("--output-tokens", output_tokens),
+        "concurrency": _numbers("--concurrency", concurrency),
+        "requests": requests,
+        "repeats": repeats,
+        "arrival": benchmark.Closed() if rate is None else benchmark.Poisson(per_second=rate),
+        "cache": "warm" if warm else "cold",
+        "seed": seed,
+    }
+    plan = benchmark.Sweep(**sweep)
     # Check before the measurement that the tables and the plot can be made.
     benchmark.frame(())
     if plot is not None:
-        import lmx_lab.bench.plots  # noqa: F401
+        from lmx_lab.bench import plots  # noqa: F401
 
         if plot.suffix.lower() not in PLOT_SUFFIXES:
             raise InvalidRequestError(
@@ -132,9 +149,42 @@ def bench(
             raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in an existing folder", param="--plot")
     others = [benchmark.ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
     _check_reachable(others)
-    with _first_target(url, model, api_key, plan, served=bool(others)) as first:
-        rows = benchmark.run([first, *others], plan, record=record)
-    _report(rows, as_json=as_json, plot=plot)
+    engines, names = list(engine or ()), list(name or ())
+    with _stopped_by_sigterm():
+        if url is not None:
+            first = benchmark.ChatTarget(url, model=model, api_key=api_key)
+            _check_reachable([first])
+        if url is None:
+            assert model is not None
+            with _served_model(model, engines, plan, others, names) as targets:
+                rows = benchmark.run(targets, plan, record=record, names=names)
+        elif engines:
+            with lmx_lab.attach(url, api_key=api_key) as lab:
+                if model is not None:
+                    lab.load(model)
+                rows = lab.bench(**sweep, engines=engines, names=names, compare=others, record=record)
+        else:
+            rows = benchmark.run([first, *others], plan, record=record, names=names)
+        _report(rows, as_json=as_json, plot=plot)
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM stop the block in the same way as Ctrl-C, unless it is ignored."""
+
+    def interrupt(number: int, frame: object) -> None:
+        # Shells start programs in the background with SIGINT ignored.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -177,16 +227,13 @@ async def _send_request(target: ChatTarget) -> None:
 
 
 @contextmanager
-def _first_target(
-    url: str | None, model: str | None, api_key: str | None, plan: Sequence[Case], *, served: bool
-) -> Iterator[Target]:
-    """Provide the first target. A model of this process is loaded for the duration of the block."""
-    if url is not None:
-        first = benchmark.ChatTarget(url, model=model, api_key=api_key)
-        _check_reachable([first])
-        yield first
-        return
-    assert model is not None
+def _served_model(
+    model: str, engines: Sequence[str], plan: Sequence[Case], others: Sequence[ChatTarget], names: Sequence[str]
+) -> Iterator[list[Target]]:
+    """Load a model in this process for the duration of the block, and provide all targets."""
+    from lmx_lab.bench.runner import Measurement
+    from lmx_lab.bench.targets import engine_sides
+
     settings = settings_with_folders(host="127.0.0.1", port=0)
     concurrency = max(case.concurrency for case in plan)
     if concurrency > settings.slots:
@@ -195,19 +242,28 @@ def _first_target(
             f"LMX_LAB_SLOTS={concurrency} to avoid this"
         )
     with lmx_lab.Lab(settings, loop="thread") as lab:
+        own: Target = benchmark.EngineTarget(lab.server.engine)
+        if others:
+            own = benchmark.ChatTarget(lab.url, api_key=settings.api_key, name="lab")
+        sides = engine_sides(own, lab.backend, model, engines)
+        targets: list[Target] = [*sides, *others] if sides else [own, *others]
+        Measurement(targets, plan, names=names)  # Raises before the load if the names are not valid.
         print_note(f"loading {model}")
-        lab.load(model)
+        # The last engine is the first one that the measurement loads.
+        lab.load(model, **sides[-1].spec.options if sides else {})
         freeze_objects()
-        if served:
-            yield benchmark.ChatTarget(lab.url, api_key=settings.api_key, name="lab")
-        else:
-            yield benchmark.EngineTarget(lab.server.engine)
+        yield targets
 
 
 def _report(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
     """Print and plot the results, then exit."""
     from lmx_lab.cli.bench_tables import print_document, print_tables
 
+    rounds = rows.attrs["rounds"]
+    partial = f"interrupted: partial results, {rounds['finished']} of {rounds['planned']} rounds have finished"
+    if rows.attrs["interrupted"]:
+        # In the same output as the tables; JSON has the same in its fields.
+        (print_note if as_json else print_line)(partial)
     (print_document if as_json else print_tables)(rows)
     if rows.attrs["path"]:
         print_note(f"stored in {rows.attrs['path']}")
@@ -216,7 +272,6 @@ def _report(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
         (benchmark.by_prompt_length if only_lengths_vary else benchmark.by_concurrency)(rows).savefig(plot)
         print_note(f"plot written to {plot}")
     if rows.attrs["interrupted"]:
-        print_note("interrupted: these are the results so far")
         sys.exit(INTERRUPTED)
     if rows["error"].notna().any():
         sys.exit(FAILED)

@@ -93,6 +93,7 @@ def print_document(rows: pd.DataFrame) -> None:
     document = {
         "provenance": rows.attrs["provenance"],
         "interrupted": rows.attrs["interrupted"],
+        "rounds": rows.attrs["rounds"],
         "path": rows.attrs["path"],
         "summary": _as_json(summary(rows)),
         "comparison": [{"a": a, "b": b, "ratios": _as_json(ratios)} for a, b, ratios in _comparisons(rows)],

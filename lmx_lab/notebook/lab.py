@@ -300,6 +300,8 @@ class Lab:
         seed: int | Sequence[int] = 0,
         repeats: int = 1,
         compare: Measured | Sequence[Measured] = (),
+        engines: str | Sequence[str] = (),
+        names: str | Sequence[str] = (),
         record: bool | Path | str = True,
     ) -> pd.DataFrame:
         """Measure the loaded model over HTTP, and return a table with one row for each request, failed ones included.
@@ -315,11 +317,17 @@ class Lab:
                 ``lmx_lab.bench.Sweep``.
             compare: Addresses of other chat-format servers, or targets of ``lmx_lab.bench``, which are measured in
                 turns with this lab.
+            engines: Engines to compare, such as ``["mlx", "llama.cpp"]``. The lab loads its model with each of them in
+                turns, without other options, for all cases of a repeat. Other clients get answers of the same engine.
+                At the end, the model is loaded with its previous engine.
+            names: Names of the sides in tables and plots: of the engines (by default theirs) or the lab, then of the
+                targets in ``compare``.
             record: Whether to store the run, in ``bench`` in the lab's home, or a folder for it; ``.attrs["path"]`` is
                 its file.
 
         Raises:
             NotLoadedError: no model is loaded.
+            UnusableModelError: one of the engines cannot run the model; nothing was measured.
             InvalidRequestError: an argument is invalid.
             MissingPackageError: pandas is not installed.
         """
@@ -337,7 +345,7 @@ class Lab:
         # Imported here, because the HTTP client takes a tenth of the time in which a server starts.
         from lmx_lab.bench.runner import measure
 
-        return await measure(self.backend, plan, compare=compare, record=record)
+        return await measure(self.backend, plan, compare=compare, record=record, engines=engines, names=names)
 
     bench, abench = both(_bench)
 

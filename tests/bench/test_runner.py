@@ -1,6 +1,7 @@
 """Runs: turns of targets, progress, storage, interrupts."""
 
 import errno
+import re
 import signal
 import threading
 
@@ -10,8 +11,10 @@ from lmx_lab.bench.case import Case, Poisson, Sweep
 from lmx_lab.bench.runner import RunProgress, progress_text, run, samples
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.bench.storage import Recorder
-from lmx_lab.bench.targets import ChatTarget, TargetFacts
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.bench.summaries import compare
+from lmx_lab.bench.targets import ChatTarget, EngineTarget, TargetFacts, engine_sides
+from lmx_lab.errors import InvalidRequestError, UnusableModelError
+from tests.support.labs import manager_of, serving
 from tests.support.model_server import WORDS, Scripted
 from tests.support.programs import run_script
 from tests.support.samples import collect, sample
@@ -84,10 +87,16 @@ def test_progress_is_reported_on_the_callers_thread_up_to_the_total():
 
 
 @pytest.mark.slow
-def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(monkeypatch, capsys):
+def test_progress_is_a_bar_in_a_terminal_and_a_line_after_each_round_in_a_log(monkeypatch, capsys):
     with Scripted(WORDS) as server:
-        run(server.url, CASE)
-        assert capsys.readouterr().err == ""
+        table = run(server.url, [CASE] * 3)
+        *before, last = capsys.readouterr().err.splitlines()
+        assert [re.sub(r"\d+ s", "N s", line) for line in (*before, last)] == [
+            "bench: round 1 of 3 (p8-o4-c1-cold, repeat 1): 5 of 15 requests in N s, about N s left",
+            "bench: round 2 of 3 (p8-o4-c1-cold, repeat 2): 10 of 15 requests in N s, about N s left",
+            "bench: round 3 of 3 (p8-o4-c1-cold, repeat 3): 15 of 15 requests in N s",
+        ]
+        assert table.attrs["rounds"] == {"finished": 3, "planned": 3}
         # rich treats the output as a terminal.
         monkeypatch.setenv("FORCE_COLOR", "1")
         run(server.url, CASE)
@@ -100,6 +109,101 @@ def test_progress_is_a_bar_in_a_terminal_and_nothing_in_a_log(monkeypatch, capsy
 def test_a_line_of_progress_contains_the_error():
     text = progress_text(RunProgress(done=3, total=12, sample=sample(error="queue-full: no place")))
     assert text.endswith("failed: queue-full: no place")
+
+
+def test_targets_get_the_given_names():
+    with Scripted(WORDS) as one, Scripted(WORDS) as two:
+        target = ChatTarget(two.url, name="own")
+        assert set(run([one.url, target], CASE, names=["a", "b"])["target"]) == {"a", "b"}
+        assert set(run([one.url, target], CASE, names="a")["target"]) == {"a", "own"}
+    assert target.name == "own"
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["a", "a"], ["own"], [""], [7]])
+def test_names_that_are_not_valid_are_refused(names):
+    with pytest.raises(InvalidRequestError, match="name"):
+        run(["127.0.0.1:1", ChatTarget("127.0.0.1:1", name="own")], CASE, names=names)
+
+
+# --- engines
+
+
+@pytest.fixture(scope="module")
+def both_formats(tmp_path_factory, tiny, tiny_gguf):
+    """The home of a lab with ``smollm2-135m`` in both formats, whose files are those of a tiny model."""
+    models = tmp_path_factory.mktemp("both-formats") / "models"
+    (models / "smollm2-135m-gguf").mkdir(parents=True)
+    (models / "smollm2-135m").symlink_to(tiny.path)
+    (models / "smollm2-135m-gguf" / "tiny.gguf").symlink_to(tiny_gguf)
+    return models.parent
+
+
+@pytest.fixture
+def lab(both_formats):
+    with serving(both_formats, "smollm2-135m", downloads=False) as lab:
+        yield lab
+
+
+@pytest.mark.slow
+def test_engines_take_turns_after_each_repeat_and_the_model_stays_on_its_own(lab):
+    manager = manager_of(lab)
+    format_before = manager.snapshot.main.entry.format
+    small = {"prompt_tokens": 32, "output_tokens": 4, "concurrency": (1, 2), "requests": 2, "repeats": 3}
+    rows = lab.bench(**small, engines=["mlx", "llama.cpp"], names=["other"], record=False)
+    assert rows["error"].isna().all()
+    order = [(target, repeat) for target, repeat in zip(rows["target"], rows["repeat"], strict=True)]
+    assert list(dict.fromkeys(order)) == [
+        *[("other", 0), ("llama.cpp", 0)],
+        *[("llama.cpp", 1), ("other", 1)],
+        *[("other", 2), ("llama.cpp", 2)],
+    ]
+    engines = rows.groupby("target")["engine"].unique()
+    assert ["llama.cpp" in engines[name].item() for name in ("other", "llama.cpp")] == [False, True]
+    sides = (rows[rows["target"] == name] for name in ("other", "llama.cpp"))
+    assert compare(*sides, metrics=["ttft_ms"])["paired"].all()
+    assert manager.snapshot.main.entry.format == format_before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", ["foo", ["mlx", "mlx"], ["auto"]])
+def test_engines_that_are_not_valid_are_refused_without_a_load(lab, engines):
+    before = manager_of(lab).main
+    with pytest.raises(InvalidRequestError, match="engine"):
+        lab.bench(engines=engines)
+    assert manager_of(lab).main is before
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_run_the_model_is_refused_before_anything_is_measured(tiny_home):
+    with serving(tiny_home, "tiny", downloads=False) as lab:
+        with pytest.raises(UnusableModelError, match=r"llama\.cpp"):
+            lab.bench(engines=["mlx", "llama.cpp"], record=False)
+        assert manager_of(lab).snapshot.model == "tiny"
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_in_the_middle_does_not_stop_the_others(lab, both_formats):
+    """The file of llama.cpp is removed by the first request, when each engine has loaded the model once."""
+    case = Case(prompt_tokens=32, output_tokens=4, requests=2)
+    file = both_formats / "models" / "smollm2-135m-gguf" / "tiny.gguf"
+    stored = file.resolve()
+
+    class Removing(EngineTarget):
+        def ask(self, body):
+            file.unlink(missing_ok=True)
+            return super().ask(body)
+
+    sides = engine_sides(Removing(manager_of(lab)), lab.backend, "smollm2-135m", ["mlx", "llama.cpp"])
+    try:
+        rows = run(sides, [case] * 3)
+    finally:
+        file.symlink_to(stored)
+    failed = rows[rows["error"].notna()]
+    assert set(failed["target"]) == {"llama.cpp"}
+    assert failed["error"].str.contains("llama.cpp").all()
+    assert len(failed) == 3 * (case.warm_up + case.requests)
+    assert len(rows) == 3 * 2 * (case.warm_up + case.requests)
+    assert rows.attrs["rounds"] == {"finished": 3, "planned": 3}
 
 
 def test_a_full_disk_stops_the_writing_but_not_the_run(tmp_path, monkeypatch):

@@ -89,6 +89,27 @@ def test_with_compare_the_model_is_served_and_both_are_measured_over_http(home, 
     assert document["provenance"]["seeds"] == [0]
 
 
+@pytest.mark.slow
+def test_engines_of_a_running_lab_are_compared_under_their_names(home, tiny, tiny_gguf, capsys):
+    models = home / "models"
+    (models / "smollm2-135m-gguf").mkdir(parents=True)
+    (models / "smollm2-135m").symlink_to(tiny.path)
+    (models / "smollm2-135m-gguf" / "tiny.gguf").symlink_to(tiny_gguf)
+    engines = ("--engine", "mlx", "--engine", "llama.cpp", "--name", "first")
+    with serving(home, "smollm2-135m", downloads=False) as lab:
+        assert bench("--url", lab.url, *engines, *SMALL) == 0, capsys.readouterr().err
+    output, errors = capsys.readouterr()
+    assert "first (a) compared with llama.cpp (b)\n" in output
+    assert "bench: loading smollm2-135m on llama.cpp\nbench: loading smollm2-135m on mlx\nbench: round 1 of 1" in errors
+    assert bench("--model", "smollm2-135m", *engines, *SMALL, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(row["target"], row["requests"], row["errors"]) for row in document["summary"]] == [
+        ("first", 3, 0),
+        ("llama.cpp", 3, 0),
+    ]
+    assert document["rounds"] == {"finished": 1, "planned": 1}
+
+
 # --- running servers
 
 
@@ -154,6 +175,11 @@ def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(home,
         ("--url 127.0.0.1:1 -p ''", "invalid-request: --prompt-tokens"),
         ("--url 127.0.0.1:1 --requests 1 -c 4", "invalid-request: requests is 1"),
         ("--url 127.0.0.1:1 --rate 0", "invalid-request: per_second is 0.0; give a number above 0 and up to 10000"),
+        ("--model no-such --engine foo", "invalid-request: the engine 'foo' is unknown; give mlx or llama.cpp"),
+        ("--model no-such --engine mlx --engine mlx", "invalid-request: the engine mlx is given twice"),
+        ("--model no-such --name a --name b", "invalid-request: there are more names (a, b) than sides"),
+        ("--model no-such --engine mlx --name b --engine llama.cpp --name b", "invalid-request: two targets have the"),
+        ("--url {server} --name ''", "invalid-request: the name '' of a side"),
         ("--url ftp://nowhere", "invalid-request: url: 'ftp://nowhere'"),
         ("--url {server} --compare {server}", "invalid-request: two targets have the same name"),
         # matplotlib is slow to import.
@@ -198,16 +224,17 @@ def test_a_lab_that_loads_models_on_demand_is_measured(home, capsys):
             assert bench("--url", lab.url, *named, *SMALL, "--no-record") == 0, capsys.readouterr().err
 
 
-def test_ctrl_c_prints_the_results_so_far(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_prints_the_results_so_far(tmp_path, number):
     with Scripted(after_calibration(WORDS, WORDS, [token("a"), STALL])) as server:
 
         def interrupt(command):
             until(lambda: len(server.bodies) == 5)
-            command.send_signal(signal.SIGINT)
+            command.send_signal(number)
 
         ended = run_command(tmp_path, "bench", "--url", server.url, *SMALL, meanwhile=interrupt)
     assert ended.status == 130
-    assert "interrupted" in ended.stderr
+    assert ended.stdout.startswith("interrupted: partial results, 0 of 1 rounds have finished\n")
     assert "Traceback" not in ended.stderr
     assert [row[:5] for row in figures(ended.stdout)] == [["1", "48", "8", "1", "0"]]
     (run,) = (tmp_path / "bench").iterdir()
@@ -219,7 +246,7 @@ def test_ctrl_c_prints_the_results_so_far(tmp_path):
 
 def table(*samples, **attrs):
     rows = frame(samples, {})
-    rows.attrs.update(interrupted=False, path=None, **attrs)
+    rows.attrs.update(interrupted=False, rounds={"finished": 1, "planned": 1}, path=None, **attrs)
     return rows
 
 
