@@ -269,15 +269,11 @@ class Measurement:
         work = {case.name: case.prompt_tokens + OUTPUT_WEIGHT * case.output_tokens for case in self._cases}
         done = sum(work[each.case] for each in self._taken)
         left = sum(work[name] * missing for (name, _, _), missing in self._missing.items())
-        remaining = f", about {_duration(elapsed_s * left / done)} left" if left else ""
+        remaining = f", about {elapsed_s * left / done:.0f} s left" if left else ""
         return (
             f"round {self._finished} of {len(self._missing)} ({sample.case}, repeat {sample.repeat + 1}): "
-            f"{len(self._taken)} of {self._total} requests in {_duration(elapsed_s)}{remaining}"
+            f"{len(self._taken)} of {self._total} requests in {elapsed_s:.0f} s{remaining}"
         )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 async def samples(

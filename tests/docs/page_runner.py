@@ -41,6 +41,9 @@ REPLACEMENTS: Mapping[str, Mapping[str, str]] = {
         "repeats=3": "prompt_tokens=16, output_tokens=4, requests=2",
         "--repeats 3": "-p 16 -n 4 --requests 2",
         "prompt_tokens=256, output_tokens=64": "prompt_tokens=16, output_tokens=4, requests=2",
+        # The tiny model is stored in one format only.
+        'engines=["mlx", "llama.cpp"]': 'engines=["mlx"]',
+        "--engine mlx --engine llama.cpp": "--engine mlx",
         "bench --model tiny": "bench --model tiny -p 16 -n 4 --requests 2",
     },
 }
