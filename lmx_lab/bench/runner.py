@@ -20,7 +20,7 @@ from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.targets import ChatTarget, EngineSide, Target, as_target, engine_sides
 from lmx_lab.blocking import Portal, on_loop, run_steps
-from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError
+from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
 from lmx_lab.portal import LoopThread
 from lmx_lab.progress import ProgressBar, counter
 from lmx_lab.results.provenance import provenance
@@ -139,10 +139,22 @@ async def measure(
             return await run.measured(lambda step: _show(bar, step))
     finally:
         if before is not None:
-            try:
-                await on_loop(backend.portal, load_or_cancel(backend, before))
-            except LabError as exc:
-                log.warning("%s could not be loaded again after the measurement: %s", before.model, exc.message)
+            await on_loop(backend.portal, _load_again(backend, before))
+
+
+async def _load_again(backend: Backend, spec: LoadSpec) -> None:
+    """Load the lab's own model. A load that an interrupt has cancelled may still be ending, for at most 30 s."""
+    for attempt in range(1, 61):
+        try:
+            await load_or_cancel(backend, spec)
+            return
+        except ModelBusyError as exc:
+            if attempt == 60:
+                log.warning("%s was not loaded again after the measurement: %s", spec.model, exc.message)
+            await asyncio.sleep(0.5)
+        except LabError as exc:
+            log.warning("%s could not be loaded again after the measurement: %s", spec.model, exc.message)
+            return
 
 
 class Measurement:
