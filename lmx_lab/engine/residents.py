@@ -673,15 +673,14 @@ class Residents:
         if model is not None and self._forget_missing(model, local=local) is not None:
             return 0
         named = self.now.find(model, local=local) if model is not None else self.now.present_main
-        if named is not None:
-            if named.pinned and not (named is self.now.main and is_beside(named)):
-                name = named.entry.id
-                raise InvalidRequestError(
-                    f"{name} is pinned: it stays in memory until the server stops, or until it is released with "
-                    f"lab.keep({name!r}, pin=False), lmx-lab keep {name} --no-pin or POST /admin/models/keep",
-                    param="model",
-                )
-            self.check_free()
+        if named is not None and named.pinned and not (named is self.now.main and is_beside(named)):
+            name = named.entry.id
+            raise InvalidRequestError(
+                f"{name} is pinned: it stays in memory until the server stops, or until it is released with "
+                f"lab.keep({name!r}, pin=False), lmx-lab keep {name} --no-pin or POST /admin/models/keep",
+                param="model",
+            )
+        self.check_free()
         return await self._start_unload(named, "requested", wait=wait).result()
 
     def _start_unload(self, model: Model | None, cause: UnloadCause, *, wait: bool | None = None) -> Change[int]:

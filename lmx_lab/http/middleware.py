@@ -144,9 +144,11 @@ class ResponseHeaders:
             await self._app(scope, receive, send)
             return
         if (target := ABSOLUTE.match(scope["path"])) is not None:
-            # RFC 9112, 3.2.2: the host of such a target replaces that of the header.
+            # RFC 9112, 3.2.2: the host of such a target replaces that of the header. They are the same, unless a
+            # caller tries to pass the guard, which refuses a host with both names.
+            hosts = [target["host"].encode(), *(value for name, value in scope["headers"] if name == b"host")]
             others = [(name, value) for name, value in scope["headers"] if name != b"host"]
-            headers = [(b"host", target["host"].encode()), *others]
+            headers = [(b"host", b" and ".join(dict.fromkeys(map(bytes.lower, hosts)))), *others]
             path = target["path"] or "/"
             scope = {**scope, "headers": headers, "path": path, "raw_path": path.encode()}
         request_id = scope["lmx_lab.request_id"] = f"req_{secrets.token_hex(8)}"

@@ -482,9 +482,10 @@ def test_the_log_probability_of_a_choice_is_that_of_its_tokens(files, request, t
                 lens = result.lens(label, choice=choice)
                 # The space at the end of the prompt belongs to the choice.
                 assert "".join(lens.df["token"]) == f" {choice}"
-                assert lens.logprob == pytest.approx(logprob, abs=1e-3)
+                # llama.cpp rounds differently in a score than in the request that has all choices.
+                assert lens.logprob == pytest.approx(logprob, abs=1e-3 if files == "tiny" else 0.01)
         chat = lab.evaluate(frame, "{text}?", answer="right", metric=Choice(["a", "b", "c"]))
         assert chat.df["request_id"].notna().all()  # Choices of one token were scored by one request.
         for label, row in chat.df.iterrows():
             lens = [chat.lens(label, choice=choice).logprob for choice in "abc"]
-            assert row["logprobs"] == pytest.approx(lens, abs=1e-3)
+            assert row["logprobs"] == pytest.approx(lens, abs=1e-3 if files == "tiny" else 0.01)
