@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.measure import Measurement
@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lmx_lab.cli.completion import complete_pull
-from lmx_lab.cli.options import Command, epilog, settings_with_folders
+from lmx_lab.cli.options import Command, epilog, settings_with_folders, with_load_options
 from lmx_lab.cli.terminal import is_interactive, out, print_line, print_note, read_line, single_line
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.models import ECHO, EngineChoice, KvCacheDtype, LoadSpec, ModelEntry, QuantizedType, by_model
+from lmx_lab.values.models import ECHO, LoadSpec, ModelEntry, QuantizedType, by_model
 
 if TYPE_CHECKING:
     from lmx_lab.engine.speeds import PreferredEngine
@@ -165,6 +165,7 @@ def models(
         needs="the hub for org/name; nothing for models on the disk",
     ),
 )
+@with_load_options
 def plan(
     *,
     model: Annotated[
@@ -174,18 +175,8 @@ def plan(
             autocompletion=complete_pull,
         ),
     ],
-    engine: Annotated[EngineChoice, typer.Option("--engine", help="Engine that must run the model.")] = "auto",
-    context_length: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of a request, prompt and answer.")
-    ] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Answers do not depend on other requests; llama.cpp only.")
-    ] = False,
-    kv_cache_dtype: Annotated[
-        KvCacheDtype | None, typer.Option("--kv-cache-dtype", help="Type of a quantized KV cache; llama.cpp only.")
-    ] = None,
-    draft: Annotated[str | None, typer.Option(help="Smaller model that drafts tokens.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as a JSON object.")] = False,
+    options: dict[str, Any],
 ) -> None:
     """Print how much memory a model would use, the largest contexts, and whether it fits on this machine, without
     loading it.
@@ -199,14 +190,7 @@ def plan(
     from lmx_lab.engine import ModelManager
     from lmx_lab.results.tables import align_columns
 
-    spec = LoadSpec(
-        model=model,
-        engine=engine,
-        context_length=context_length,
-        deterministic=deterministic,
-        kv_cache_dtype=kv_cache_dtype,
-        draft=draft,
-    )
+    spec = LoadSpec(model=model, **options)
     found = asyncio.run(ModelManager(settings_with_folders()).plan(spec))
     if as_json:
         print_line(json.dumps(asdict(found)))

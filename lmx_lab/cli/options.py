@@ -7,18 +7,22 @@ takes no value, and ``<list[str]>`` for an option that can be repeated.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.terminal import print_note, single_line
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import EngineChoice, KvCacheDtype
 
 if TYPE_CHECKING:
     from lmx_lab.client import DaemonClient
@@ -148,6 +152,63 @@ def settings_with_folders(**overrides: Any) -> Settings:
                 param="model_folders",
             )
     return settings
+
+
+# Loads
+
+LOAD_OPTIONS: Mapping[str, Any] = {
+    "engine": Annotated[
+        EngineChoice | None,
+        typer.Option("--engine", help="Engine that must run the model. By default the fastest one that can."),
+    ],
+    "context_length": Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum tokens of a request, prompt and answer. By default as memory allows."),
+    ],
+    "deterministic": Annotated[
+        bool | None,
+        typer.Option("--deterministic", help="Compute answers that do not depend on other requests; llama.cpp only."),
+    ],
+    "prompt_lookup": Annotated[
+        bool | None,
+        typer.Option(
+            "--prompt-lookup/--no-prompt-lookup",
+            help="Decode answers that repeat earlier text several tokens at a time. By default only on MLX.",
+        ),
+    ],
+    "kv_cache_dtype": Annotated[
+        KvCacheDtype | None,
+        typer.Option("--kv-cache-dtype", help="Quantize the KV cache, for a longer context; llama.cpp only."),
+    ],
+    "draft": Annotated[
+        str | None,
+        typer.Option(
+            help="Smaller model with the same vocabulary, which drafts tokens.", autocompletion=complete_model
+        ),
+    ],
+}
+"""The options of a load that commands have, by the fields of ``LoadSpec``."""
+
+
+def with_load_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Let a command have ``LOAD_OPTIONS`` after its parameter ``model``. The function gets those that were given as
+    ``options``.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [each for each in signature.parameters.values() if each.name != "options"]
+    at = 1 + next(at for at, each in enumerate(parameters) if each.name == "model")
+    kind = inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter(name, kind, default=None, annotation=each) for name, each in LOAD_OPTIONS.items()]
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        options = {name: value for name in LOAD_OPTIONS if (value := given.pop(name)) is not None}
+        function(**given, options=options)
+
+    shown = signature.replace(parameters=[*parameters[:at], *added, *parameters[at:]])
+    command.__signature__ = shown  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in shown.parameters.values()}
+    return command
 
 
 # The daemon that a command connects to

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders
+from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders, with_load_options
 from lmx_lab.cli.process import garbage_collection_paused, print_requests, start_logging
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.heap import return_large_blocks
-from lmx_lab.values.models import EngineChoice, KvCacheDtype, LoadSpec
+from lmx_lab.values.models import LoadSpec
 
 app = typer.Typer()
 MAX_GB = 1_000_000
@@ -36,6 +36,7 @@ environment variables such as LMX_LAB_PORT.
         status="0 after Ctrl-C or SIGTERM, 1 if the server could not start, 2 if an argument is not valid",
     ),
 )
+@with_load_options
 def serve(
     *,
     host: Annotated[
@@ -48,40 +49,6 @@ def serve(
         str | None,
         typer.Option(
             help="Model to load at the start: an id, which is downloaded if needed, or a path.",
-            autocompletion=complete_model,
-        ),
-    ] = None,
-    engine: Annotated[
-        EngineChoice | None,
-        typer.Option("--engine", help="Engine that must run --model. By default the fastest one that can."),
-    ] = None,
-    context_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Maximum tokens of a request to --model, prompt and answer. By default as memory allows."
-        ),
-    ] = None,
-    deterministic: Annotated[
-        bool | None,
-        typer.Option(
-            "--deterministic", help="Compute answers of --model that do not depend on other requests; llama.cpp only."
-        ),
-    ] = None,
-    prompt_lookup: Annotated[
-        bool | None,
-        typer.Option(
-            "--prompt-lookup/--no-prompt-lookup",
-            help="Decode answers that repeat earlier text several tokens at a time. By default only on MLX.",
-        ),
-    ] = None,
-    kv_cache_dtype: Annotated[
-        KvCacheDtype | None,
-        typer.Option("--kv-cache-dtype", help="Quantize the KV cache, for a longer context; llama.cpp only."),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Smaller model with the same vocabulary, which drafts tokens of --model.",
             autocompletion=complete_model,
         ),
     ] = None,
@@ -173,14 +140,10 @@ def serve(
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print a line for each request.")] = False,
+    options: dict[str, Any],
 ) -> None:
     """Run the inference server until Ctrl-C or SIGTERM."""
     check_host(host)
-    options: dict[str, Any] = {
-        **{"engine": engine, "context_length": context_length, "deterministic": deterministic},
-        **{"prompt_lookup": prompt_lookup, "kv_cache_dtype": kv_cache_dtype, "draft": draft},
-    }
-    options = {name: value for name, value in options.items() if value is not None}
     if model is None and options:
         option = f"--{next(iter(options))}".replace("_", "-")
         raise InvalidRequestError(f"{option} is given without --model; name the model to load", param=option)
