@@ -363,11 +363,19 @@ def first_names(names: Sequence[str], most: int) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a phrase for an error message that suggests the most similar known name; empty if none is similar."""
-    # Truncated, because the name may come from a request, and the time grows with the square of its length. The end of
-    # a path says more than its beginning.
     names = list(known)
     other = OTHER_NAMES.get(name)
-    by_spelling = {each[-80:].casefold(): each for each in reversed(names)}
-    similar = difflib.get_close_matches(name[-80:].casefold(), by_spelling, n=1)
+    # In a folder that exists, only names of files are compared: a long folder would make all of them similar.
+    folder = name[: name.rfind("/") + 1]
+    folder = folder if any(each.startswith(folder) for each in names) else ""
+
+    def spelling(text: str) -> str:
+        # Truncated, because the name may come from a request, and the time grows with the square of its length. The end
+        # of a path says more than its beginning.
+        text = text.removeprefix(folder).removesuffix(".gguf") if folder else text
+        return text[-80:].casefold()
+
+    by_spelling = {spelling(each): each for each in reversed(names)}
+    similar = difflib.get_close_matches(spelling(name), by_spelling, n=1)
     suggested = other if other in names else by_spelling[similar[0]] if similar else None
     return f"; did you mean {suggested!r}?" if suggested else ""

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,7 +140,7 @@ def bench(
     # Check before the measurement that the tables and the plot can be made.
     benchmark.frame(())
     if plot is not None:
-        from lmx_lab.bench import plots  # noqa: F401
+        import_module("lmx_lab.bench.plots")
 
         if plot.suffix.lower() not in PLOT_SUFFIXES:
             raise InvalidRequestError(

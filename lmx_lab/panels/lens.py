@@ -156,7 +156,8 @@ class LensPanel(Panel):
         await self._score_automatically(branch)
 
     def _idle(self) -> Branch:
-        if self.task is not None:
+        # The newest answer is shown shortly before the work that has read it ends.
+        if self.task is not None and self.shown("busy"):
             raise ModelBusyError("this panel is already working; cancel its work, or wait for the result")
         if self._shown is None:
             raise InvalidRequestError("there is no answer yet; send a request first")

@@ -120,6 +120,16 @@ def test_a_similar_file_is_suggested(catalog, tmp_path, name, similar):
     assert f"did you mean {similar.format(cwd=tmp_path)!r}?" in caught.value.message
 
 
+@pytest.mark.parametrize("length", [10, 70, 78, 85, 200])
+def test_a_similar_file_is_suggested_in_a_folder_of_any_length(catalog, tmp_path, tiny_gguf, length):
+    folder = tmp_path / ("f" * length)
+    folder.mkdir()
+    for name in ("A.gguf", "here.gguf"):
+        (folder / name).symlink_to(tiny_gguf)
+    with pytest.raises(ModelNotFoundError, match=r"here\.gguf'\?"):
+        catalog.fetch(f"{folder}/hre")
+
+
 def test_other_machines_learn_no_files_beside_a_path(catalog, files):
     path = str(files["here.gguf"])
     with pytest.raises(ModelNotFoundError) as caught:
