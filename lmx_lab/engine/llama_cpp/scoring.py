@@ -137,9 +137,10 @@ class LlamaScorer:
         return self._process
 
     def _end_idle(self) -> None:
-        # Without the lock, because nothing waits between here and the next call of ``_started``.
-        if not self._scoring.locked():
-            self._ending = asyncio.create_task(self.close(), name="lmx-lab ends the scoring of llama.cpp")
+        # Forgotten immediately, so that a prompt that arrives before the process has ended starts another one.
+        if self._process is not None and not self._scoring.locked():
+            process, self._process, self._scope = self._process, None, None
+            self._ending = asyncio.create_task(process.stop(), name="lmx-lab ends the scoring of llama.cpp")
 
     async def close(self) -> None:
         """End the process. Idempotent."""
@@ -148,7 +149,7 @@ class LlamaScorer:
             self._idle.cancel()
         if process is not None:
             await process.stop()
-        elif self._ending is not None:
+        if self._ending is not None:
             await self._ending
 
 
