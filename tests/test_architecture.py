@@ -70,7 +70,7 @@ TABLE = {
     "client": Row("errors values settings broadcast blocking portal wire", "httpx2 h11 pydantic pydantic_core numpy"),
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
     "daemon": Row(
-        "errors settings values broadcast http portal sanitize wire client",
+        "errors settings values broadcast http portal results sanitize wire client",
         "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil docstring_parser",
     ),
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.

@@ -47,10 +47,14 @@ class AnswerCache:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-batch")
         self._connection = open_database(
             self.path,
-            "CREATE TABLE answers (key TEXT PRIMARY KEY, at REAL NOT NULL, model TEXT NOT NULL, data TEXT NOT NULL) "
-            "WITHOUT ROWID",
+            (
+                """
+                CREATE TABLE answers (
+                    key TEXT PRIMARY KEY, at REAL NOT NULL, model TEXT NOT NULL, data TEXT NOT NULL
+                ) WITHOUT ROWID
+                """,
+            ),
             application=0x4C4D5842,  # "LMXB" in ASCII
-            version=1,
             purpose="a cache",
             param="cache",
             pragmas=("journal_mode = WAL", "synchronous = NORMAL"),

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SUFFIX = ".jsonl"
+VERSION = 1
+"""Version of the files. Columns are added without a new one."""
 
 
 def default_folder() -> Path:
@@ -62,7 +64,7 @@ class Recorder:
         self._is_empty = True
 
     def __enter__(self) -> Self:
-        head = _line({"lmx_lab_bench": 1, "provenance": self.provenance})
+        head = _line({"lmx_lab_bench": VERSION, "provenance": self.provenance})
         run = str(self.provenance.get("run"))
         # As returned by ``new_run``; other texts could be paths.
         name = run if re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", run) else new_run()
@@ -162,6 +164,12 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         head = _parse_object(next(lines, ""))
         if head is None or not isinstance(head.get("provenance"), dict) or "lmx_lab_bench" not in head:
             raise InvalidRequestError(f"{path} is not the file of a run: its first line is not a provenance")
+        if head["lmx_lab_bench"] != VERSION:
+            raise InvalidRequestError(
+                f"{path} was written by a newer version of LMX Lab (its version is {head['lmx_lab_bench']!r:.20}, and "
+                f"this version reads {VERSION}); update lmx-lab",
+                param="path",
+            )
         samples = (read_row(one) for one in map(_parse_object, lines) if one is not None)
         return head["provenance"], [one for one in samples if one is not None]
 

@@ -32,7 +32,6 @@ FILE = "experiments.db"
 """Name of the file in the lab's home."""
 APPLICATION = 0x4C4D5845
 """Marks the files of this module: "LMXE" in ASCII."""
-VERSION = 1
 COLUMNS = {
     **{"id": "int64", "at": "time", "name": "str", "model": "str", "engine": "str", "metric": "str"},
     **{"rows": "int64", "errors": "int64", "score": "float64", "low": "float64", "high": "float64"},
@@ -40,7 +39,8 @@ COLUMNS = {
     **{"machine": "str"},
 }
 """Columns of the table of all experiments, and their types in a data frame."""
-SCHEMA = """
+MIGRATIONS = (
+    """
 CREATE TABLE experiments (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     at REAL NOT NULL,
@@ -61,7 +61,8 @@ CREATE TABLE experiments (
     machine TEXT NOT NULL,
     data BLOB NOT NULL
 );
-"""
+""",
+)
 FACTS = tuple(each.name for each in fields(RunFacts))
 """Columns with the facts of an evaluation."""
 REMEDY = "check its permissions and the free space, or move it elsewhere"
@@ -204,9 +205,8 @@ class Experiments(Sequence[Evaluation]):
         try:
             opened = open_database(
                 self.path,
-                SCHEMA,
+                MIGRATIONS,
                 application=APPLICATION,
-                version=VERSION,
                 purpose="a file of experiments",
                 param="home",
                 remedy=REMEDY,

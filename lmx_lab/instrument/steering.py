@@ -151,7 +151,12 @@ class Steer:
                 raise ValueError(f"it has {size} bytes")
             arrays, metadata = decode_tensors(source.read_bytes())
             if metadata.get("format") != FORMAT:
-                raise ValueError("it was not written by Steer.save")
+                name, _, version = metadata.get("format", "").rpartition(" ")
+                raise ValueError(
+                    f"a newer version of LMX Lab wrote it, in version {version:.20} of the format; update lmx-lab"
+                    if name == FORMAT.rpartition(" ")[0]
+                    else "it was not written by Steer.save"
+                )
             return cls(
                 int(metadata["layer"]),
                 arrays["vector"],

@@ -35,7 +35,8 @@ MAX_PENDING = 1000
 """Maximum number of records that wait to be written. Additional records are dropped."""
 PAGE = 500
 """Number of records that an iteration reads in one query."""
-SCHEMA = """
+MIGRATIONS = (
+    """
 CREATE TABLE provenance (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, data TEXT NOT NULL);
 CREATE TABLE records (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -54,7 +55,8 @@ CREATE TABLE records (
     provenance INTEGER NOT NULL REFERENCES provenance (id),
     data BLOB NOT NULL
 );
-"""
+""",
+)
 COLUMNS = {
     **{"id": "int64", "at": "time", "own": "bool", "request_id": "str", "model": "str", "outcome": "str"},
     **{"prompt_tokens": "int64", "output_tokens": "Int64", "ttft_s": "float64", "total_s": "float64"},
@@ -157,8 +159,7 @@ class RecordStore:
         self._has_warned = False
         self._connection = open_database(
             path,
-            SCHEMA,
-            version=1,
+            MIGRATIONS,
             purpose="a recording",
             param="record_to",
             # Deleted records are overwritten.

@@ -1,6 +1,6 @@
 """The tables of the database, as numbered migrations.
 
-Each migration runs once, in order, in one transaction that also records its number.
+An older database is copied, and gets the migrations that it lacks, when the daemon opens it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from lmx_lab.daemon.encoding import encode_event, timestamp, to_json
 from lmx_lab.daemon.storage.schema import MIGRATIONS
 from lmx_lab.errors import HostingError, LabError, StoppingError, StorageFullError
+from lmx_lab.results.database import SchemaError, migrate
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.sessions import TurnStats
 
@@ -363,19 +364,10 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > len(MIGRATIONS):
-        raise HostingError(
-            f"{path} was written by a newer version of lmx-lab (its schema has version {version}, this package "
-            f"supports {len(MIGRATIONS)}); update lmx-lab, or set LMX_LAB_HOME to another folder"
-        )
-    for number, script in enumerate(MIGRATIONS[version:], version + 1):
-        try:
-            connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
+    try:
+        migrate(connection, MIGRATIONS)
+    except SchemaError as exc:
+        raise HostingError(f"{path} {exc}; set LMX_LAB_HOME to another folder") from exc
 
 
 @contextlib.contextmanager
