@@ -12,7 +12,8 @@
 # clients      test other projects' clients against a running server, in a separate environment
 # harnesses    run lm-evaluation-harness, Inspect and llama-benchy against both engines, and copy evaluations to MLflow and W&B, in a separate environment
 # binder       run Binder's build steps, and its notebooks with 2 GB of memory below a JupyterHub path
-# package      install the wheel in an empty environment, without and with extras: doctor, serve and a chat
+# package      install the wheel in an empty environment, without and with extras: doctor, serve and a chat;
+#              PACKAGE="--python python3.13" uses another version of Python
 # bench        measure the speed limits, store the results in build/bench; BENCH="--model tiny --quick" for a quick run
 # soak         inject faults, fuzz and load for an hour, store the results in build/soak; SOAK="--quick" for a quick run
 # screenshots  render the panels with the starter models into docs/images; needs Chromium
@@ -179,7 +180,7 @@ binder: setup
 	$(BIN)/python -m tests.package.try_binder $(BINDER)
 
 package: setup
-	$(BIN)/python -m tests.package.try_wheel
+	$(BIN)/python -m tests.package.try_wheel $(PACKAGE)
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -33,11 +33,11 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         *("benchmarks", "cluster", "troubleshooting", "contributing"),
     ),
     "Reference": (
-        *("reference/python", "reference/client", "reference/server-routes", "reference/daemon-routes"),
+        *("reference/python", "reference/client", "reference/server-routes", "reference/daemon-routes", "routes"),
         *("command-line", "configuration", "glossary", "limits", "trace-families", "benchmark-results"),
         *("dependencies", "changelog"),
     ),
-    "Explanation": ("engines", "echo", "scope", "security"),
+    "Explanation": ("decisions", "engines", "echo", "scope", "security"),
 }
 PROVISIONAL = frozenset({"Steer", "plan", "Remark", "ClientTimes", "Include"})
 """Public names that may change in any version, as ``docs/scope.md`` defines it. All others are stable."""

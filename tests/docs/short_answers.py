@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from lmx_lab.engine import GenerationRequest
 from lmx_lab.server import chat, messages
+from lmx_lab.server.responses import routes as responses
 from lmx_lab.server.translate import generation_request
 from lmx_lab.wire.chat import ChatRequest
 
@@ -14,7 +15,7 @@ MAX_TOKENS = 48
 
 def limit_answers() -> None:
     """Limit all later chat answers of this process to ``MAX_TOKENS`` tokens. Called once in a process."""
-    for module in (chat, messages):
+    for module in (chat, messages, responses):
         assert module.generation_request is generation_request, f"{module.__name__} reads chat requests another way"
         vars(module)["generation_request"] = short_generation_request
 

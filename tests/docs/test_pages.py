@@ -5,9 +5,11 @@ import re
 import subprocess
 import tomllib
 
+import httpx2
 import pytest
 import typer
 
+import lmx_lab
 from lmx_lab.cli.app import app
 from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
@@ -131,6 +133,19 @@ def test_the_table_of_routes_is_complete(routes):
     assert {re.sub(r"\{\w+\}", "{}", path) for path in documented - not_in_openapi} == {
         re.sub(r"\{\w+(:path)?\}", "{}", path) for path in routes - not_in_openapi
     }
+
+
+@pytest.mark.slow
+def test_every_route_has_an_example_that_is_run(routes, tmp_path):
+    with lmx_lab.launch(home=tmp_path, port=0, daemon_port=0) as lab:
+        daemon = lab.start_daemon()
+        headers = {"Authorization": f"Bearer {daemon.token}"}
+        routes |= set(httpx2.get(f"{daemon.url}/v3/openapi.json", headers=headers).json()["paths"])
+        daemon.stop()
+    text = "\n".join(block.text for block in code_blocks(DOCS / "routes.md") if block.not_run is None)
+    shown = {match.rstrip("/") for match in re.findall(r"(?:8400|8401|daemon \"?)(/[\w/$.-]+)", text)}
+    patterns = [re.sub(r"\{\w+(:path)?\}", r"[^/]+", path) for path in routes - {"/v1/chat/stream"}]
+    assert [each for each in patterns if not any(re.fullmatch(each, path) for path in shown)] == []
 
 
 def test_the_table_of_dependencies_is_complete():
