@@ -20,6 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import sync_playwright
+
 import lmx_lab
 import lmx_lab.client
 
@@ -41,6 +44,26 @@ SECTIONS: Mapping[str, Sequence[str]] = {
 }
 PROVISIONAL = frozenset({"Steer", "plan", "Remark", "ClientTimes", "Include"})
 """Public names that may change in any version, as ``docs/scope.md`` defines it. All others are stable."""
+PAGE_BYTES = 500_000
+CHROMIUM = Path("/usr/bin/chromium")
+CHECKED = (
+    *("index.html", "server.html", "install.html", "engines.html", "notebooks/00_quickstart.html", "search.html"),
+    *("reference/python.html", "reference/client.html", "reference/daemon-routes.html"),
+)
+"""One page of each kind, on which accessibility is checked."""
+ACCESSIBLE = (
+    (r'class="caption" role="heading"', r'class="caption" role="heading" aria-level="2"'),
+    (r'<aside class="sidebar-drawer"', r'<aside class="sidebar-drawer" aria-label="All pages"'),
+    (r'<aside class="toc-drawer', r'<aside aria-label="On this page" class="toc-drawer'),
+    # What scrolls must be reached with the keyboard.
+    (r"<pre>", r'<pre tabindex="0">'),
+    (r'<div class="table-wrapper', r'<div tabindex="0" class="table-wrapper'),
+    # The parameters of a signature are a list of definitions without terms.
+    (r"<dl>\n((?:<dd>.*</dd>\n)+)</dl>", r'<ul class="signature" style="list-style: none">\n\1</ul>'),
+    (r"(?m)^<dd>(<em class=\"sig-param\".*)</dd>$", r"<li>\1</li>"),
+    (r'<noscript>\s*<div class="admonition error">', r"<h1>Search</h1>\g<0>"),
+)
+"""Patterns in the pages of Furo and Sphinx, and what replaces them."""
 EVERYWHERE = {"401": "no valid key", "403": "a foreign origin", "421": "a foreign host", "500": "an internal error"}
 CONFIGURATION = """
 import lmx_lab
@@ -88,8 +111,41 @@ def main(target: Path) -> int:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(SOURCE), str(target)]
     status = subprocess.run(command, check=False).returncode
     if not status:
-        print(f"open {target / 'index.html'}")
+        problems = _finish(target)
+        print("\n".join(problems) or f"open {target / 'index.html'}")
+        status = int(bool(problems))
     return status
+
+
+def _finish(target: Path) -> list[str]:
+    """Correct what the theme and Sphinx leave inaccessible, and return the pages that are too large or have problems
+    that axe-core finds.
+    """
+    pages = [page for page in sorted(target.rglob("*.html")) if "gallery" not in page.parts]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for pattern, replacement in ACCESSIBLE:
+            text = re.sub(pattern, replacement, text)
+        page.write_text(text, encoding="utf-8")
+    problems = [f"{page} has {page.stat().st_size} bytes" for page in pages if page.stat().st_size > PAGE_BYTES]
+    if not CHROMIUM.exists():
+        print(f"accessibility is not checked, because there is no {CHROMIUM}")
+        return problems
+    with (
+        sync_playwright() as driver,
+        driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
+    ):
+        for scheme in ("light", "dark"):
+            shown = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 844})
+            for name in CHECKED:
+                shown.goto((target / name).as_uri())
+                problems += [
+                    f"{name}, {scheme}: {each['help']}: {each['nodes'][0]['target']}"
+                    for each in Axe().run(shown).response["violations"]
+                ]
+                if (width := shown.evaluate("document.documentElement.scrollWidth")) > 390:
+                    problems.append(f"{name} is {width} pixels wide on a phone")
+    return problems
 
 
 def _for_site(text: str) -> str:
@@ -198,13 +254,13 @@ def _routes(document: Mapping[str, Any]) -> Iterator[str]:
                     f"| `{name}` | {_kind(document, schema)} | {'yes' if required else ''} | {_cell(text)} |"
                     for name, schema, required, text in fields
                 ]
-                yield "| field | type | required | |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
+                yield "| field | type | required | description |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
             rows = [
                 f"| {status} | {_cell(it.get('description', ''))} |"
                 for status, it in route["responses"].items()
                 if status not in EVERYWHERE
             ]
-            yield "| status | |\n| --- | --- |\n" + "\n".join(rows)
+            yield "| status | description |\n| --- | --- |\n" + "\n".join(rows)
 
 
 def _fields(document: Mapping[str, Any], schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool, str]]:
