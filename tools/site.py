@@ -59,7 +59,7 @@ ACCESSIBLE = (
     (r"<pre>", r'<pre tabindex="0">'),
     (r'<div class="table-wrapper', r'<div tabindex="0" class="table-wrapper'),
     # The parameters of a signature are a list of definitions without terms.
-    (r"<dl>\n((?:<dd>.*</dd>\n)+)</dl>", r'<ul class="signature" style="list-style: none">\n\1</ul>'),
+    (r"<dl>\n((?:<dd>.*</dd>\n)+)</dl>", r'<ul class="signature" style="list-style: none; margin: 0">\n\1</ul>'),
     (r"(?m)^<dd>(<em class=\"sig-param\".*)</dd>$", r"<li>\1</li>"),
     (r'<noscript>\s*<div class="admonition error">', r"<h1>Search</h1>\g<0>"),
 )
