@@ -81,8 +81,9 @@ class FeedSubscription(Generic[T]):
         self._limit = limit
         self._ended = ended
         self._items: deque[T] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._wake_due = False
+        self._changed = asyncio.Event()
+        """Set on the loop after an item was added, or the stream has ended."""
+        self._is_reading = self._wake_due = False
         self.dropped = 0
         """Number of items that this subscriber has lost."""
 
@@ -90,7 +91,7 @@ class FeedSubscription(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        if self._waiter is not None:
+        if self._is_reading:
             raise RuntimeError("two tasks read one subscription; create one subscription for each task")
         while True:
             with self._lock:
@@ -98,12 +99,12 @@ class FeedSubscription(Generic[T]):
                     return self._items.popleft()
                 if self._ended:
                     raise StopAsyncIteration
-                self._waiter = self._loop.create_future()
-                self._wake_due = True
+                self._changed.clear()
+                self._is_reading = self._wake_due = True
             try:
-                await self._waiter
+                await self._changed.wait()
             finally:
-                self._waiter = None
+                self._is_reading = False
 
     def close(self) -> None:
         """Unsubscribe and discard unread items. Idempotent; may be called from any thread."""
@@ -128,13 +129,9 @@ class FeedSubscription(Generic[T]):
             return
         self._wake_due = False
         try:
-            self._loop.call_soon_threadsafe(self._release)
+            self._loop.call_soon_threadsafe(self._changed.set)
         except RuntimeError:
             # The subscriber's event loop is closed, so this subscription can no longer be read or closed.
             self._ended = True
             if self in self._feed._subscriptions:
                 self._feed._subscriptions.remove(self)
-
-    def _release(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -13,10 +13,9 @@ import selectors
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from lmx_lab.errors import HostingError
 
@@ -37,25 +36,27 @@ WATCH_S = 1.0
 """Maximum time of one wait for events."""
 
 
-class _Call(Generic[T]):
-    """A coroutine on the loop of another thread. ``cancel`` cancels it, and ``future`` receives its result."""
+class Call(concurrent.futures.Future[T]):
+    """The future result of a coroutine on the loop of another thread. Cancelling it cancels the coroutine."""
 
-    _running: ClassVar[set[_Call[Any]]] = set()
+    _running: ClassVar[set[Call[Any]]] = set()
     """Keeps running tasks alive: asyncio has only weak references to a task that waits for a stream's data, so that
     the garbage collector would delete it, and its result would never arrive."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> None:
+        super().__init__()
         self._loop = loop
         self._coro = coro
         self._task: asyncio.Task[T] | None = None
-        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        # A weak reference: a future keeps its callbacks, and a cycle would keep the result until garbage collection.
-        me = weakref.ref(self)
-        self.future.add_done_callback(lambda future: _cancel(me) if future.cancelled() else None)
         loop.call_soon_threadsafe(self._start)
 
-    def cancel(self) -> None:
-        """Cancel the coroutine. Can be called from any thread and from signal handlers."""
+    def cancel(self) -> bool:
+        if not self.cancelled() and super().cancel():
+            self.stop()
+        return self.cancelled()
+
+    def stop(self) -> None:
+        """Cancel the coroutine, whose end sets the result. Can be called from any thread and from signal handlers."""
         with contextlib.suppress(RuntimeError):  # The loop is closed, and the coroutine has ended.
             self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task else None)
 
@@ -67,29 +68,24 @@ class _Call(Generic[T]):
     def _finish(self, task: asyncio.Task[T]) -> None:
         self._running.discard(self)
         self._coro.close()  # It has ended, or was cancelled before its first step.
-        if not self.future.set_running_or_notify_cancel():
+        if not self.set_running_or_notify_cancel():
             _close_result(task)
             return
         if task.cancelled():
-            self.future.set_exception(HostingError("this call was cancelled, because its loop was stopped"))
+            self.set_exception(HostingError("this call was cancelled, because its loop was stopped"))
         elif (error := task.exception()) is not None:
-            self.future.set_exception(error)
+            self.set_exception(error)
         else:
-            self.future.set_result(task.result())
+            self.set_result(task.result())
 
 
 async def _guarded(coro: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine. A function without ``_Call``, which would refer to an error that refers to its frame."""
+    """Await a coroutine. A function without ``Call``, which would refer to an error that refers to its frame."""
     try:
         return await coro
     except (SystemExit, KeyboardInterrupt) as exc:
         # Raised by a task, these exceptions would end the loop for all its users.
         raise HostingError(f"code on the server's loop tried to exit the process: {exc!r}") from exc
-
-
-def _cancel(call: weakref.ref[_Call[Any]]) -> None:
-    if (existing := call()) is not None:
-        existing.cancel()
 
 
 class LoopThread:
@@ -140,13 +136,22 @@ class LoopThread:
                 f"cannot start an event loop: {exc}; close files or connections, or end threads"
             ) from exc
 
-    def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine on the loop without waiting. Cancelling the future cancels it.
+    def submit(self, coro: Coroutine[Any, Any, T]) -> Call[T]:
+        """Run a coroutine on the loop without waiting.
 
         Raises:
             HostingError: the thread is not running.
         """
-        return self._call(coro).future
+        if self.is_of_parent:
+            coro.close()
+            raise HostingError(
+                "this client or lab was created before the process forked; create another one in the child"
+            )
+        with self._lock:
+            if self._stopped or self._loop is None:
+                coro.close()
+                raise HostingError("the server's loop is not running: it was stopped, or not started")
+            return Call(self._loop, coro)
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine on the loop and wait for its result. Can be called from any other thread.
@@ -163,15 +168,15 @@ class LoopThread:
             raise HostingError(
                 "a blocking call on the loop that has to answer it would wait forever; await the coroutine instead"
             )
-        with _interruptible(lambda: call.future), Interrupts() as interrupts:
-            call = self._call(coro)
-            interrupts.set_cancel(call.cancel)
-            if not (done := _wait_for(call.future, timeout_s)):
-                call.cancel()
-                _wait_for(call.future, CANCEL_S)
+        with _interruptible(lambda: call), Interrupts() as interrupts:
+            call = self.submit(coro)
+            interrupts.set_cancel(call.stop)
+            if not (done := _wait_for(call, timeout_s)):
+                call.stop()
+                _wait_for(call, CANCEL_S)
         if not done:
             raise TimeoutError(f"there was no result after {timeout_s} s; the call was cancelled")
-        return call.future.result()
+        return call.result()
 
     def stop(self) -> None:
         """Cancel all tasks, and end the loop and the thread. Idempotent; waits at most a few seconds."""
@@ -182,18 +187,6 @@ class LoopThread:
                     self._loop.call_soon_threadsafe(self._ending.set)
         if self._thread.is_alive() and asyncio._get_running_loop() is not self._loop:
             self._thread.join(2 * CANCEL_S)
-
-    def _call(self, coro: Coroutine[Any, Any, T]) -> _Call[T]:
-        if self.is_of_parent:
-            coro.close()
-            raise HostingError(
-                "this client or lab was created before the process forked; create another one in the child"
-            )
-        with self._lock:
-            if self._stopped or self._loop is None:
-                coro.close()
-                raise HostingError("the server's loop is not running: it was stopped, or not started")
-            return _Call(self._loop, coro)
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         # Not uvloop, so that servers on both kinds of loops behave in the same way.

@@ -369,24 +369,28 @@ class Answers(Generic[Row]):
         """End a complete answer with its report."""
         self.end(generation, generation.failure or generation.report(now))
 
-    def end(self, generation: Generation[Row], end: GenerationReport | LabError) -> None:
-        """End a generation, and post its end. No other method does so. Ignored if the generation has ended before."""
-        if generation in self.scheduler:
-            if isinstance(end, GenerationReport):
-                self._slot_times.add(end.prefill_s + end.decode_s)
-            try:
-                self.cancel(generation)
-            finally:
+    def end(self, generation: Generation[Row], end: GenerationReport | LabError | None) -> None:
+        """End a generation, free its slot, and post its end. No other method does so. Ignored if the generation has
+        ended before.
+
+        Args:
+            end: What its reader gets; None if the reader has left.
+        """
+        if not self.scheduler.remove(generation):
+            return
+        if isinstance(end, GenerationReport):
+            self._slot_times.add(end.prefill_s + end.decode_s)
+        try:
+            self._computation.remove(generation)
+        finally:
+            generation.count(self._ended)
+            generation.permit.release()
+            if end is not None:
                 self.post(generation, end)
 
     def cancel(self, generation: Generation[Row]) -> None:
-        """Stop a generation and free its slot. No end is sent to its reader. Ignored if the generation has ended."""
-        if self.scheduler.remove(generation):
-            try:
-                self._computation.remove(generation)
-            finally:
-                generation.count(self._ended)
-                generation.permit.release()
+        """Stop a generation whose reader has left. Ignored if the generation has ended."""
+        self.end(generation, None)
 
     def end_all(self, error: LabError, *, queued_only: bool = False, running_only: bool = False) -> None:
         """End all generations with an error. If the engine fails to remove some of them, the others end nevertheless,

@@ -168,22 +168,14 @@ class ModelManager:
             if thread is not None:
                 # Work that does not end in time is abandoned with the thread, and its processes end with it.
                 with suppress(TimeoutError, HostingError):
-                    closing = thread.submit(self._close(EngineDeadError("the engine was stopped")))
+                    self._measuring.cancel()
+                    closing = thread.submit(self._residents.close(EngineDeadError("the engine was stopped")))
                     # Called by an observer, this runs on the manager's loop, which cannot wait for itself.
                     if asyncio._get_running_loop() is not thread.loop:
                         closing.result(15.0)
             self.engines.stop()
             if thread is not None:
                 thread.stop()
-
-    async def _open(self) -> None:
-        """Create what belongs to the loop."""
-        self._loop = asyncio.get_running_loop()
-        self._measuring = asyncio.create_task(self.budget.watch(), name="lmx-lab memory")
-
-    async def _close(self, error: LabError) -> None:
-        self._measuring.cancel()
-        await self._residents.close(error)
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -208,7 +200,7 @@ class ModelManager:
                 if self._thread is None:
                     thread = LoopThread("lmx-lab-models")
                     thread.start()
-                    thread.submit(self._open()).result()
+                    self._loop, self._measuring = thread.loop, thread.submit(self.budget.watch())
                     self._thread = thread
                     self._register_exit()
                 thread = self._thread

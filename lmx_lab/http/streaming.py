@@ -114,7 +114,7 @@ class EventStream(StreamingResponse):
         while True:
             # A client that has ended its side may have closed the connection. This is only noticed by sending.
             interval_s = min(self._keep_alive_s, 4 * CHECK_S) if self._is_half_closed() else self._keep_alive_s
-            if (rest_s := interval_s - watch.silent_s) > 0:
+            if (rest_s := watch.sent_at + interval_s - asyncio.get_running_loop().time()) > 0:
                 await asyncio.sleep(min(rest_s, 4 * CHECK_S))
             else:
                 await watch.send(send(_part(self._keep_alive())))
@@ -183,7 +183,8 @@ class SendWatch:
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
-        self._sent_at = self._loop.time()
+        self.sent_at = self._loop.time()
+        """Time of the loop at which the last ``send`` began."""
         self._sending = 0
         """Number of ``send`` calls that wait for the client."""
         self.blocked_s = 0.0
@@ -193,11 +194,6 @@ class SendWatch:
     def expired(self) -> bool:
         """Whether this watch has ended the block."""
         return self._timeout.expired()
-
-    @property
-    def silent_s(self) -> float:
-        """Time in seconds since the last ``send`` began."""
-        return self._loop.time() - self._sent_at
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
@@ -213,7 +209,7 @@ class SendWatch:
 
     async def send(self, sending: Awaitable[None]) -> None:
         """Await the call that sends data and returns once the connection accepts more."""
-        self._sent_at = self._loop.time()
+        self.sent_at = self._loop.time()
         self._sending += 1
         try:
             await sending

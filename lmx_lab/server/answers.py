@@ -231,7 +231,9 @@ class Choices:
         self.model, self.fingerprint = public_id(first.model, local=self._caller.local), first.origin.fingerprint
 
     async def texts(self, writer: StreamWriter, describe: Describe) -> AsyncGenerator[str, None]:
-        """Yield the output of the writer while the answers are generated. An exception ends it with an error."""
+        """Yield the output of the writer while the answers are generated. An exception is logged, and ends it with an
+        error.
+        """
         reports: dict[int, GenerationReport] = {}
         try:
             async with aclosing(self._parts()) as parts:
@@ -249,7 +251,12 @@ class Choices:
             for text in writer.finish(self._by_prompt(reports)):
                 yield text
         except Exception as exc:
-            error = self._logged(exc)
+            error = LabError(f"internal error; the log contains the details for {self._caller.request_id}")
+            if isinstance(exc, LabError):
+                error = exc
+                log.warning("%s: the stream failed: %s", self._caller.request_id, exc)
+            else:
+                log.error("%s: the stream failed", self._caller.request_id, exc_info=exc)
             for text in writer.error(error, describe(error)):
                 yield text
         finally:
@@ -292,14 +299,14 @@ class Choices:
 
     def _parts(self) -> AsyncGenerator[Part, None]:
         """Yield the parts of all answers."""
-        return merge([self._prompt_parts(number) for number in range(len(self._prompts))])
+        return merge(list(map(self._prompt_parts, range(len(self._prompts)))))
 
     async def _prompt_parts(self, number: int) -> AsyncGenerator[Part, None]:
         """Yield the parts of the answers to a prompt once it may run, and close the answers at the end."""
         async with self._free:
             answers = self._answers.get(number) or await self._submit(number, patient=True)
             try:
-                async with aclosing(merge([self._answer_parts(answer) for answer in answers])) as parts:
+                async with aclosing(merge(list(map(self._answer_parts, answers)))) as parts:
                     async for part in parts:
                         yield part
             finally:
@@ -312,15 +319,6 @@ class Choices:
         async for delta in self._read(answer):
             yield answer, delta
         yield answer, answer.final_report()
-
-    def _logged(self, exc: Exception) -> LabError:
-        """Return the error that the caller gets for an exception after the first byte, and log the exception."""
-        request_id = self._caller.request_id
-        if isinstance(exc, LabError):
-            log.warning("%s: the stream failed: %s", request_id, exc)
-            return exc
-        log.error("%s: the stream failed", request_id, exc_info=exc)
-        return LabError(f"internal error; the log contains the details for {request_id}")
 
     def _close(self) -> None:
         """Cancel the answers that are not read any further."""

@@ -15,7 +15,7 @@ from lmx_lab.engine import Answer
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import event_stream
 from lmx_lab.http.streaming import DONE, data_line
-from lmx_lab.server.answers import AnswerRequest, AnswerWriter, respond
+from lmx_lab.server.answers import CHAT_NAMES, AnswerRequest, AnswerWriter, respond
 from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
@@ -72,10 +72,11 @@ def chat_routes(service: InferenceService) -> APIRouter:
 
 def field_names(body: ChatRequest | CompletionRequest) -> FieldNames:
     """Return the names of fields in errors: the names under which the request gives the format and the tools."""
-    names = {} if body.format_field == "response_format" else {"response_format": body.format_field}
+    name, _ = body.format
+    names = {} if name == "response_format" else {"response_format": name}
     if isinstance(body, ChatRequest) and body.functions:
         names["tools.*.function"] = "functions.*"
-    return FieldNames(names)
+    return FieldNames(names) if names else CHAT_NAMES
 
 
 def keep_prompts(

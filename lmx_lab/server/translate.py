@@ -224,7 +224,21 @@ def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:
     latest: dict[str, str] = {}
     """Names of the functions of the last answer with calls, by the id of the call."""
     for number, message in enumerate(messages):
-        converted = _message(message, asked_at=f"messages.{number}.content" if number == newest else None)
+        texts = content_texts(
+            message.content or message.refusal or "",
+            asked_at=f"messages.{number}.content" if number == newest else None,
+        )
+        if message.audio is not None and not message.content:
+            texts.append(placeholder("audio"))
+        parts = () if isinstance(message.content, str) else message.content or ()
+        separator = "" if all(isinstance(part, TextContent) for part in parts) else "\n"
+        # Chat templates use the role "system"; "developer" is its newer name in the chat format.
+        role = "system" if message.role == "developer" else message.role
+        converted: dict[str, Any] = {"role": role, "content": separator.join(filter(None, texts))}
+        if message.name is not None:
+            converted["name"] = message.name
+        if (reasoning := message.effective_reasoning) is not None:
+            converted["reasoning_content"] = reasoning
         if message.role not in ("tool", "function"):
             groups.append([converted])
             if message.calls:
@@ -246,21 +260,6 @@ def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:
         _called_in(calls, given, place).append({**converted, "role": "tool", "tool_call_id": given})
         calls[str(given)] = None
     return chain.from_iterable(groups)
-
-
-def _message(message: ChatMessage, *, asked_at: str | None) -> dict[str, Any]:
-    texts = content_texts(message.content or message.refusal or "", asked_at=asked_at)
-    if message.audio is not None and not message.content:
-        texts.append(placeholder("audio"))
-    is_text = isinstance(message.content, str) or all(isinstance(part, TextContent) for part in message.content or ())
-    text = ("" if is_text else "\n").join(filter(None, texts))
-    # Chat templates use the role "system"; "developer" is its newer name in the chat format.
-    converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    if message.name is not None:
-        converted["name"] = message.name
-    if (reasoning := message.effective_reasoning) is not None:
-        converted["reasoning_content"] = reasoning
-    return converted
 
 
 def _called_in(calls: Mapping[str, T | None], given: str | None, place: str) -> T:
@@ -297,7 +296,8 @@ def unenforced_keywords(request: GenerationRequest) -> Iterator[str]:
 
 def _answer_format(request: CompatibleFields) -> AnswerFormat | None:
     strict = False
-    match format_ := request.format:
+    _, format_ = request.format
+    match format_:
         case None | TextFormat():
             return None
         case JsonObjectFormat():

@@ -232,24 +232,17 @@ class CompatibleFields(GenerationFields, Hints):
     reasoning_format: Annotated[Any, Neutral("other reasoning formats", ("auto", "deepseek"))] = None
 
     @property
-    def format(self) -> AnyFormat | None:
-        """The required format of the answer, which the request may give under any name."""
+    def format(self) -> tuple[str, AnyFormat | None]:
+        """The name under which the request gives the required format of the answer, and this format."""
         value: Any
-        name, value = next(iter(self._given("response_format").items()), ("", self.response_format))
+        name, value = next(iter(self._given("response_format").items()), ("response_format", self.response_format))
         if name == "json_schema":
-            return schema_format(value)
-        if name == "grammar":
-            return GrammarFormat.model_construct(type="grammar", grammar=value, syntax="gbnf")
-        if name.startswith("guided_"):
+            value = schema_format(value)
+        elif name == "grammar":
+            value = GrammarFormat.model_construct(type="grammar", grammar=value, syntax="gbnf")
+        elif name.startswith("guided_"):
             value = StructuredOutputs.model_validate({name.removeprefix("guided_"): value})
-        form: AnyFormat | None = value.format if isinstance(value, StructuredOutputs) else value
-        return form
-
-    @property
-    def format_field(self) -> str:
-        """The name under which the request gives the required format of the answer."""
-        given = [name for name in self._given("response_format") if name != "response_format"]
-        return next(iter(given), "response_format")
+        return name, value.format if isinstance(value, StructuredOutputs) else value
 
     def setting(self, name: str) -> Any:
         """Return the value of a parameter, which the request may give under any of its names, or its default."""

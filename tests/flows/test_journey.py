@@ -26,7 +26,7 @@ HANDOVERS = {
     "engine.stream.Answer.__anext__",
 }
 """Functions that pass on a request or a token."""
-ECHO = {"portal.LoopThread.submit", "engine.echo.engine.EchoRounds.schedule", "engine.echo.engine.EchoRounds._step"}
+ECHO = {"portal.LoopThread.submit", "engine.echo.engine.EchoRounds.schedule", "engine.echo.engine.EchoRounds._generate"}
 MLX = {"engine.mlx.thread.MlxThread.post", "engine.mlx.batch.Batch.insert", "engine.mlx.batch.Batch.step"}
 
 

@@ -256,8 +256,19 @@ class EchoRounds:
         self._rounds += 1
         answers.update(now)
         for generation in answers.scheduler.running:
-            if generation.row.due_at <= now:
-                self._step(generation)
+            if generation.row.due_at > now:
+                continue
+            # An error ends only this generation.
+            try:
+                self._generate(generation)
+            except LabError as exc:
+                answers.end(generation, exc)
+            except Exception as exc:
+                log.exception("a generation failed")
+                answers.end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
+            else:
+                if generation.finish is not None:
+                    answers.finish(generation, time.perf_counter())
         answers.deliver()
         if self._timer is not None:
             self._timer.cancel()
@@ -318,20 +329,8 @@ class EchoRounds:
     def remaining_s(self, generation: Generation[EchoRow]) -> float:
         return (generation.max_tokens - generation.output_tokens) * generation.row.interval_s
 
-    def _step(self, generation: Generation[EchoRow]) -> None:
-        """Generate the next token. An error ends only this generation."""
-        try:
-            self._generate(generation)
-        except LabError as exc:
-            self.answers.end(generation, exc)
-        except Exception as exc:
-            log.exception("a generation failed")
-            self.answers.end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
-        else:
-            if generation.finish is not None:
-                self.answers.finish(generation, time.perf_counter())
-
     def _generate(self, generation: Generation[EchoRow]) -> None:
+        """Generate the next token."""
         started, answers, row = time.perf_counter(), self.answers, generation.row
         request, constraint, vocabulary = generation.request, generation.constraint, self._model.vocabulary
         mask = None

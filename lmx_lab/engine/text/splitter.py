@@ -171,11 +171,11 @@ class TextSplitter(Generic[E]):
         """Number of tokens until stop strings are searched."""
         self.is_plain = channels is None and not stops
         """Whether the text is only decoded, and not divided or searched."""
-        format = channels or ChannelFormat()
-        self._literals = format.literals
-        self._literals_in_calls = format.calls is not None and format.calls.parse is not None
-        """Whether special tokens count as text anywhere in a call, and not only inside a marker."""
-        self._markers = [marker for leaving in format.transitions.values() for marker, _ in leaving]
+        if channels is not None:
+            self._literals = channels.literals
+            self._literals_in_calls = channels.calls is not None and channels.calls.parse is not None
+            """Whether special tokens count as text anywhere in a call, and not only inside a marker."""
+            self._markers = [marker for leaving in channels.transitions.values() for marker, _ in leaving]
         self._waiting: deque[_WaitingEntry[E]] = deque()
         self._passed = 0
         """Number of characters that were returned or dropped."""
