@@ -169,11 +169,19 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
     panel.grid(alpha=0.3)
     panel.set_axisbelow(True)
     places = sorted({int(x) for rows in lines.values() for x in rows[over]})
+    drawn: list[Container] = []
     if len(places) == 1:
         drawn = _draw_bars(panel, lines, metric)
         panel.set_xlabel(_describe(over, places[0]))
     else:
-        drawn = _draw_lines(panel, lines, over, metric)
+        # Markers distinguish lines without colours. Together with matplotlib's ten colours, each line has its own pair.
+        for marker, rows in zip(itertools.cycle("osD^vPX"), lines.values(), strict=False):
+            ordered = rows.sort_values(over)
+            middle = ordered[metric].to_numpy(dtype=float)
+            # matplotlib draws no bar if its length is NaN.
+            bars = [abs(ordered[f"{metric}_{end}"].to_numpy(dtype=float) - middle) for end in ("low", "high")]
+            at = ordered[over].to_numpy(dtype=float)
+            drawn.append(panel.errorbar(at, middle, yerr=bars, marker=marker, markersize=5, capsize=3))
         # Sweeps usually double their values.
         if places[-1] >= 4 * places[0]:
             panel.set_xscale("log", base=2)
@@ -186,19 +194,6 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
     if all(rows[metric].isna().all() for rows in lines.values()):
         panel.text(0.5, 0.5, UNKNOWN, transform=panel.transAxes, ha="center")
         panel.set_yticks([])
-    return drawn
-
-
-def _draw_lines(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> list[Container]:
-    drawn: list[Container] = []
-    # Markers distinguish lines without colours. Together with matplotlib's ten colours, each line has its own pair.
-    for marker, rows in zip(itertools.cycle("osD^vPX"), lines.values(), strict=False):
-        ordered = rows.sort_values(over)
-        middle = ordered[metric].to_numpy(dtype=float)
-        # matplotlib draws no bar if its length is NaN.
-        bars = [abs(ordered[f"{metric}_{end}"].to_numpy(dtype=float) - middle) for end in ("low", "high")]
-        at = ordered[over].to_numpy(dtype=float)
-        drawn.append(panel.errorbar(at, middle, yerr=bars, marker=marker, markersize=5, capsize=3))
     return drawn
 
 

@@ -306,26 +306,25 @@ def _chat_error(text: str | bytes, response: UnexpectedResponse) -> LabError | N
         document = pydantic_core.from_json(text)
     except ValueError:
         return None
-    if not isinstance(document, Mapping) or (detail := _error_detail(document)) is None:
+    if not isinstance(document, Mapping):
+        return None
+    error = document.get("error")
+    if isinstance(error, Mapping):
+        message = str(error.get("message") or error.get("code") or "an error without a message")
+        detail = {**error, "message": message}
+    elif isinstance(error, str) and error:
+        detail = {"message": error}
+    elif document.get("object") == "error":
+        detail = {**document, "message": str(document.get("message"))}
+    elif "detail" in document:
+        detail = {"message": str(document["detail"])}
+    else:
         return None
     if (kind := _error_class(detail, response.status)) is None:
         # A code of LMX Lab, whose message is complete.
         return parse_error(text, retry_after=response.retry_after)
     message = f"error of {response.url}: {detail['message']:.500}"
     return kind(message, retry_after_s=read_retry_after(response.retry_after))
-
-
-def _error_detail(document: Mapping[str, Any]) -> dict[str, Any] | None:
-    detail = document.get("error")
-    if isinstance(detail, Mapping):
-        return {**detail, "message": str(detail.get("message") or detail.get("code") or "an error without a message")}
-    if isinstance(detail, str) and detail:
-        return {"message": detail}
-    if document.get("object") == "error":
-        return {**document, "message": str(document.get("message"))}
-    if "detail" in document:
-        return {"message": str(document["detail"])}
-    return None
 
 
 def _error_class(detail: Mapping[str, Any], status: int) -> type[LabError] | None:

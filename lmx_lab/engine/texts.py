@@ -100,12 +100,16 @@ class Jobs:
             is_started: Returns whether the computation has begun.
             is_encoding: Whether it computes vectors or scores.
         """
+
+        def finish(ended: asyncio.Task[T]) -> None:
+            self._forget(ended)
+            if not ended.cancelled():
+                ended.exception()  # retrieved, because the caller may have left
+
         task = asyncio.create_task(self._run(work), name=f"lmx-lab job on {permit.admission.model}")
         self._jobs[task] = _Running(work=work, permit=permit, is_started=is_started, is_encoding=is_encoding)
         # Runs before the caller gets the result, and also if the task is cancelled before its first step.
-        task.add_done_callback(self._finish)
-        # Otherwise Python warns about a coroutine that never began, because its task was cancelled before.
-        task.add_done_callback(lambda _: work.close())
+        task.add_done_callback(finish)
         return task
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -123,11 +127,6 @@ class Jobs:
         finally:
             if (task := asyncio.current_task()) is not None:
                 self._forget(task)
-
-    def _finish(self, task: asyncio.Task[Any]) -> None:
-        self._forget(task)
-        if not task.cancelled():
-            task.exception()  # retrieved, because the caller may have left
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._errors.pop(task, None)

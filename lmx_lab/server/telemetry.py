@@ -504,23 +504,20 @@ def _to_json(messages: Sequence[dict[str, Any]]) -> str:
     for message in reversed(messages):
         text = json.dumps(message, ensure_ascii=False, default=str)
         if len(text) > left:
-            kept.append(json.dumps(_shortened(message, left), ensure_ascii=False, default=str))
+            parts = []
+            for part in message["parts"]:
+                texts = {
+                    key: part[key] if isinstance(part[key], str) else json.dumps(part[key])
+                    for key in TEXTS
+                    if key in part
+                }
+                for key, written in texts.items():
+                    texts[key] = written if len(written) <= left else f"{written[:left]}…"
+                    left = max(0, left - len(written))
+                parts.append(part | texts)
+            kept.append(json.dumps(message | {"parts": parts}, ensure_ascii=False, default=str))
             break
         kept.append(text)
         left -= len(text)
     # A lone surrogate cannot be encoded.
     return f"[{', '.join(reversed(kept))}]".encode(errors="replace").decode()
-
-
-def _shortened(message: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return a message whose texts are truncated to ``most`` characters in total."""
-    parts = []
-    for part in message["parts"]:
-        texts = {
-            key: part[key] if isinstance(part[key], str) else json.dumps(part[key]) for key in TEXTS if key in part
-        }
-        for key, text in texts.items():
-            texts[key] = text if len(text) <= most else f"{text[:most]}…"
-            most = max(0, most - len(text))
-        parts.append(part | texts)
-    return message | {"parts": parts}

@@ -127,8 +127,33 @@ def _choose_files(
         kind, digest = ("git", file.blob_id) if file.lfs is None else ("sha256", file.lfs.sha256)
         size = (file.lfs.size if file.lfs is not None else None) or file.size or 0
         expected[file.rfilename] = ExpectedFile(size_bytes=size, algorithm=kind, digest=digest or None)
-    selection = _select(repo_id, {name: file.size_bytes for name, file in expected.items()}, choice)
-    return str(info.sha), expected, selection
+    files = {name: file.size_bytes for name, file in expected.items()}
+    in_folder = {
+        name: size for name, size in files.items() if MODULE_FILE.fullmatch(name) or _is_in_root(name, DOWNLOADED)
+    }
+    commit = str(info.sha)
+    if choice is None and any(name.endswith(".safetensors") for name in in_folder):
+        return commit, expected, Selection(sizes=in_folder, first=None)
+    groups = group_files(filter(_is_listable, files))
+    models = label_models(model for model in groups if files.keys() >= set(model.names))
+    if not models:
+        kinds = sorted({Path(name).suffix for name in files if Path(name).suffix})
+        raise UnusableModelError(
+            f"{repo_id} has no {'' if choice else 'model*.safetensors and no '}.gguf model, only "
+            f"{', '.join(kinds) or 'no files'}; look for a version of it in MLX, safetensors or GGUF format"
+        )
+    label = default_label(models, files) if choice is None else find_label(models, choice)
+    if label is None:
+        shown = first_names(list(models), 30)
+        raise ModelNotFoundError(
+            f"{repo_id} has no {choice!r:.80}; available are: {shown}. Fetch one with `lmx-lab pull "
+            f"{repo_id}:{default_label(models, files)}`",
+            param="model",
+        )
+    names = models[label].names
+    documentation = [name for name in files if _is_in_root(name, DOCUMENTATION)]
+    sizes = {name: files[name] for name in (*names, *documentation)}
+    return commit, expected, Selection(sizes=sizes, first=names[0])
 
 
 def fetch_headers(repo_id: str, folder: Path, *, choice: str | None = None, endpoint: str | None = None) -> Path:
@@ -242,34 +267,6 @@ class _Silent(tqdm):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
-
-
-def _select(repo_id: str, files: Mapping[str, int], choice: str | None) -> Selection:
-    """Select the files to fetch of a repository with these files and sizes."""
-    folder = {
-        name: size for name, size in files.items() if MODULE_FILE.fullmatch(name) or _is_in_root(name, DOWNLOADED)
-    }
-    if choice is None and any(name.endswith(".safetensors") for name in folder):
-        return Selection(sizes=folder, first=None)
-    groups = group_files(filter(_is_listable, files))
-    models = label_models(model for model in groups if files.keys() >= set(model.names))
-    if not models:
-        kinds = sorted({Path(name).suffix for name in files if Path(name).suffix})
-        raise UnusableModelError(
-            f"{repo_id} has no {'' if choice else 'model*.safetensors and no '}.gguf model, only "
-            f"{', '.join(kinds) or 'no files'}; look for a version of it in MLX, safetensors or GGUF format"
-        )
-    label = default_label(models, files) if choice is None else find_label(models, choice)
-    if label is None:
-        shown = first_names(list(models), 30)
-        raise ModelNotFoundError(
-            f"{repo_id} has no {choice!r:.80}; available are: {shown}. Fetch one with `lmx-lab pull "
-            f"{repo_id}:{default_label(models, files)}`",
-            param="model",
-        )
-    names = models[label].names
-    documentation = [name for name in files if _is_in_root(name, DOCUMENTATION)]
-    return Selection(sizes={name: files[name] for name in (*names, *documentation)}, first=names[0])
 
 
 def _remove_incomplete(cache: Path, repo_id: str) -> None:

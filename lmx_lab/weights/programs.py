@@ -48,7 +48,11 @@ def ollama_locations(folder: Path) -> Iterator[ModelLocation]:
     names: dict[Path, list[str]] = {}
     for path in sorted((folder / "manifests").glob("*/*/*/*")):
         host, namespace, model, tag = path.parts[-4:]
-        layers = _layers(path)
+        content = _read_json(path)
+        listed = content.get("layers") if isinstance(content, dict) else None
+        # A file that is not a manifest has none.
+        found = [layer for layer in listed if isinstance(layer, dict)] if isinstance(listed, list) else []
+        layers = {str(layer.get("mediaType")): layer.get("digest") for layer in found}
         digest = DIGEST.fullmatch(str(layers.get(f"{LAYER}model")))
         if digest is None or f"{LAYER}adapter" in layers:
             continue
@@ -59,14 +63,6 @@ def ollama_locations(folder: Path) -> Iterator[ModelLocation]:
             of_file += [f"{name}:{tag}", *([name] if tag == "latest" else [])]
     for blob, (first, *others) in names.items():
         yield ModelLocation(id=first, path=blob, source="ollama", aliases=tuple(others))
-
-
-def _layers(manifest: Path) -> dict[str, Any]:
-    """Return the digest of each kind of layer; none for a file that is not a manifest."""
-    content = _read_json(manifest)
-    layers = content.get("layers") if isinstance(content, dict) else None
-    found = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
-    return {str(layer.get("mediaType")): layer.get("digest") for layer in found}
 
 
 def _lm_studio_folder(home: Path) -> Path:

@@ -64,7 +64,23 @@ def check(config: McpServerConfig) -> None:
         InvalidRequestError: The configuration is invalid. The message names the field.
     """
     if config.transport == "http":
-        _check_url(config.url or "")
+        url = config.url or ""
+        try:
+            parts = urlsplit(url)
+            _ = parts.port
+        except ValueError as exc:
+            raise InvalidRequestError(f"url is not a valid address: {exc}", param="url") from None
+        has_blank = any(character.isspace() or ord(character) < 32 for character in url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or has_blank:
+            raise InvalidRequestError(
+                f"url is {url!r:.200}; it must begin with http:// or https:// and contain a host", param="url"
+            )
+        if parts.username is not None or parts.password is not None:
+            raise InvalidRequestError(
+                "url contains a user name or password, which would be displayed; use an Authorization header in "
+                "headers",
+                param="url",
+            )
         _check_entries("headers", config.headers, _HEADER_NAME)
         return
     for field, text in (("command", config.command or ""), *(("args", arg) for arg in config.args)):
@@ -131,24 +147,6 @@ def _restore(field: str, values: dict[str, str], previous: dict[str, str]) -> di
                 param=field,
             )
     return {name: previous[name] if value == REDACTED else value for name, value in values.items()}
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as exc:
-        raise InvalidRequestError(f"url is not a valid address: {exc}", param="url") from None
-    has_blank = any(character.isspace() or ord(character) < 32 for character in url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or has_blank:
-        raise InvalidRequestError(
-            f"url is {url!r:.200}; it must begin with http:// or https:// and contain a host", param="url"
-        )
-    if parts.username is not None or parts.password is not None:
-        raise InvalidRequestError(
-            "url contains a user name or password, which would be displayed; use an Authorization header in headers",
-            param="url",
-        )
 
 
 def _check_entries(field: str, values: dict[str, str], names: re.Pattern[str]) -> None:

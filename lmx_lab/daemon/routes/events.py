@@ -192,7 +192,20 @@ class _Stream:
         try:
             with suppress(_ClientGone):
                 try:
-                    await self._send_greeting(disconnected)
+                    expired: CursorExpiredError | None = None
+                    try:
+                        self._log.check_cursor(self._cursor, self._query.stream_id)
+                    except CursorExpiredError as exc:
+                        expired, self._cursor = exc, self._log.latest_seq
+                    hello = Hello(
+                        daemon_id=self._services.daemon_id,
+                        cursor=self._cursor,
+                        latest_seq=self._log.latest_seq,
+                        heartbeat_s=self._services.limits.heartbeat_s,
+                    )
+                    await self._send_control_frame("stream.hello", hello)
+                    if expired is not None:
+                        await self._reset(expired, disconnected)
                     await self._follow(disconnected)
                 except LabError as exc:
                     log.warning("a stream of events has ended with an error: %s", exc)
@@ -202,25 +215,6 @@ class _Stream:
             await asyncio.gather(disconnected, return_exceptions=True)
 
     # Sending
-
-    async def _send_greeting(self, disconnected: asyncio.Future[None]) -> None:
-        """Send ``stream.hello`` and, if the cursor cannot be resumed, the current state of everything."""
-        expired: CursorExpiredError | None = None
-        try:
-            self._log.check_cursor(self._cursor, self._query.stream_id)
-        except CursorExpiredError as exc:
-            expired, self._cursor = exc, self._log.latest_seq
-        await self._send_control_frame(
-            "stream.hello",
-            Hello(
-                daemon_id=self._services.daemon_id,
-                cursor=self._cursor,
-                latest_seq=self._log.latest_seq,
-                heartbeat_s=self._services.limits.heartbeat_s,
-            ),
-        )
-        if expired is not None:
-            await self._reset(expired, disconnected)
 
     async def _reset(self, expired: CursorExpiredError, disconnected: asyncio.Future[None]) -> None:
         """Send ``stream.reset`` and snapshots of the sessions instead of events that are not available."""

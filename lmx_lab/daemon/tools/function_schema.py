@@ -83,7 +83,15 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as exc:
         raise _unusable(function, "its signature cannot be read; wrap it in a function with annotations") from exc
-    hints = _type_hints(function)
+    target: Any = inspect.unwrap(getattr(function, "func", function))
+    if not (inspect.isroutine(target) or inspect.isclass(target)):
+        target = type(target).__call__
+    try:
+        hints = typing.get_type_hints(target, include_extras=True)
+    except (NameError, TypeError, AttributeError) as exc:
+        raise _unusable(
+            function, f"an annotation cannot be evaluated ({_first_line(exc)}); define its type before the function"
+        ) from exc
     named: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
         if (problem := _UNSUPPORTED_KINDS.get(parameter.kind)) is not None:
@@ -106,18 +114,6 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
             "dict, an enum, a dataclass or a pydantic model",
         ) from exc
     return FunctionSchema(description=description, parameters=_remove_titles(parameters), arguments=arguments)
-
-
-def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    target: Any = inspect.unwrap(getattr(function, "func", function))
-    if not (inspect.isroutine(target) or inspect.isclass(target)):
-        target = type(target).__call__
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except (NameError, TypeError, AttributeError) as exc:
-        raise _unusable(
-            function, f"an annotation cannot be evaluated ({_first_line(exc)}); define its type before the function"
-        ) from exc
 
 
 def _named(parameter: inspect.Parameter, hint: Any, text: str | None) -> inspect.Parameter:

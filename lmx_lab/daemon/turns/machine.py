@@ -241,7 +241,13 @@ class TurnMachine:
         arguments = {} if isinstance(parsed, str) else parsed
         self._calls[call.call_id] = _OpenCall(call=call, arguments=arguments, state=state)
         if needs_permission is None:
-            return [EndToolCall(call=call, status="error", text=_unknown_tool(call.name, tools))]
+            names, others = sorted(tools), "there are no others; answer without tools"
+            if names:
+                more = f" and {len(names) - LISTED_TOOLS} more" if len(names) > LISTED_TOOLS else ""
+                others = f"the tools are {', '.join(names[:LISTED_TOOLS])}{more}"
+            separator = ";" if names else ", and"
+            text = f"the tool {call.name[:EXCERPT_CHARACTERS]!r} does not exist{separator} {others}"
+            return [EndToolCall(call=call, status="error", text=text)]
         if isinstance(parsed, str):
             text = f"{parsed}; call {call.name} again with arguments that are one JSON object and match its schema"
             return [EndToolCall(call=call, status="error", text=text)]
@@ -343,12 +349,3 @@ class TurnMachine:
                 f"{received} requires the phase {expected}, but the turn is in the phase {self.phase.value}, at step "
                 f"{self.step}"
             )
-
-
-def _unknown_tool(name: str, tools: Mapping[str, bool]) -> str:
-    if not tools:
-        return f"the tool {name[:EXCERPT_CHARACTERS]!r} does not exist, and there are no others; answer without tools"
-    names = sorted(tools)
-    more = f" and {len(names) - LISTED_TOOLS} more" if len(names) > LISTED_TOOLS else ""
-    listed = ", ".join(names[:LISTED_TOOLS])
-    return f"the tool {name[:EXCERPT_CHARACTERS]!r} does not exist; the tools are {listed}{more}"

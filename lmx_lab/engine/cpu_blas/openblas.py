@@ -293,7 +293,18 @@ class _Binding:
         # With its fork handler in place, a fork would hang if there is more than one thread.
         openblas.threads = count if openblas.is_fork_safe else 1
         if not self._originals:
-            self._functions = self._functions or self._find_functions(openblas)
+            if not self._functions:
+                self._functions = {name: openblas.address(name) for name in FUNCTIONS}
+                # On arm64, OpenBLAS itself calls gemv where possible.
+                self._gemv = platform.machine() == "aarch64"
+                if platform.machine() == machine_code.MACHINE:
+                    try:
+                        self._functions["cblas_sgemm"] = machine_code.build_sgemm(
+                            self._functions["cblas_sgemm"], openblas.address("cblas_sgemv")
+                        )
+                        self._gemv = True
+                    except OSError as exc:
+                        log.info("Products with a single row are computed by sgemm: %s", exc)
             before = {slot: elf.read(slot) for name in FUNCTIONS for slot in slots[name]}
             elf.write({slot: self._functions[name] for name in FUNCTIONS for slot in slots[name]})
             self._originals = before
@@ -313,20 +324,6 @@ class _Binding:
             fma_exp=self._exponential is not None,
             threads_fixed=threads is not None or threads_from_environment(os.environ) is not None,
         )
-
-    def _find_functions(self, openblas: OpenBlas) -> dict[str, int]:
-        functions = {name: openblas.address(name) for name in FUNCTIONS}
-        # On arm64, OpenBLAS itself calls gemv where possible.
-        self._gemv = platform.machine() == "aarch64"
-        if platform.machine() == machine_code.MACHINE:
-            try:
-                functions["cblas_sgemm"] = machine_code.build_sgemm(
-                    functions["cblas_sgemm"], openblas.address("cblas_sgemv")
-                )
-                self._gemv = True
-            except OSError as exc:
-                log.info("Products with a single row are computed by sgemm: %s", exc)
-        return functions
 
     def _restore(self) -> None:
         if self._originals:

@@ -86,7 +86,8 @@ def _run_layer(layer: Any, x: mx.array, chunk: int) -> Steps:
 def read_decoder(
     folder: Path, config: ModelConfig, *, limit_bytes: int, dtype: str, head: bool
 ) -> tuple[Any, mx.array | None]:
-    """Read mlx-lm's model, and return it with the weight of its ``score`` layer.
+    """Read mlx-lm's model, and return it with the weight of its ``score`` layer. Running its layers one by one must
+    give the same result as the model.
 
     Args:
         head: Whether its head is needed, which predicts tokens.
@@ -97,7 +98,16 @@ def read_decoder(
     """
     model, score = open_decoder(folder, config, head=head)
     read_model(model, limit_bytes=limit_bytes, dtype=dtype)
-    _check_layers(model)
+    expected = model.model(mx.array(PROBE)).astype(mx.float32)
+    x = model.model.embed_tokens(mx.array(PROBE))
+    try:
+        for layer in model.model.layers:
+            x = run_to_end(_run_layer(layer, x, x.shape[1]))
+        found = model.model.norm(x).astype(mx.float32)
+    except (TypeError, AttributeError) as exc:
+        raise UnusableModelError(f"its layers in mlx-lm cannot be run one by one: {exc}") from exc
+    what = "running its layers in mlx-lm one by one gives another result than the model"
+    _require_close(found, expected, mx.abs(expected).max(), what)
     return model, score
 
 
@@ -185,20 +195,6 @@ def open_decoder(folder: Path, config: ModelConfig, *, head: bool) -> tuple[Any,
     if kinds != ["KVCache"]:
         raise UnusableModelError(f"not all of its layers attend to all previous tokens ({', '.join(kinds)})")
     return model, scores[0] if scores else None
-
-
-def _check_layers(model: Any) -> None:
-    """Check that running the layers one by one gives the same result as the model."""
-    expected = model.model(mx.array(PROBE)).astype(mx.float32)
-    x = model.model.embed_tokens(mx.array(PROBE))
-    try:
-        for layer in model.model.layers:
-            x = run_to_end(_run_layer(layer, x, x.shape[1]))
-        found = model.model.norm(x).astype(mx.float32)
-    except (TypeError, AttributeError) as exc:
-        raise UnusableModelError(f"its layers in mlx-lm cannot be run one by one: {exc}") from exc
-    what = "running its layers in mlx-lm one by one gives another result than the model"
-    _require_close(found, expected, mx.abs(expected).max(), what)
 
 
 def _require_close(found: mx.array, expected: mx.array, scale: mx.array, message: str) -> None:

@@ -95,7 +95,12 @@ class _Translation:
     def value(self, schema: Any) -> str:
         """Return the expression of a schema."""
         if schema is True or (isinstance(schema, dict) and not ALL_KEYWORDS & schema.keys()):
-            return self._any()
+            if "any" not in self._names:
+                self._names["any"] = "any"
+                text, number = self.value({"type": "string"}), self.value({"type": "number"})
+                lists, objects = self.value({"type": "array"}), self.value({"type": "object"})
+                self.rules.append(f'any: "null" | "true" | "false" | {number} | {text} | {lists} | {objects}')
+            return "any"
         if not isinstance(schema, dict):
             return self._leaf(schema)
         keys, types = ALL_KEYWORDS & schema.keys(), _types(schema)
@@ -209,14 +214,6 @@ class _Translation:
             named = {name: {"const": part} for name, part in value.items()}
             return self._object({"properties": named, "required": [*value], "additionalProperties": False})
         return literal(json.dumps(value, ensure_ascii=False))
-
-    def _any(self) -> str:
-        if "any" not in self._names:
-            self._names["any"] = "any"
-            text, number = self.value({"type": "string"}), self.value({"type": "number"})
-            lists, objects = self.value({"type": "array"}), self.value({"type": "object"})
-            self.rules.append(f'any: "null" | "true" | "false" | {number} | {text} | {lists} | {objects}')
-        return "any"
 
     def _leaf(self, schema: Any) -> str:
         """Leave a part of the schema to llguidance."""

@@ -310,16 +310,12 @@ def _normalize(schema: dict[str, Any]) -> dict[str, Any]:
 def _with_patterns(name: str, schema: Any, patterns: Mapping[str, Any]) -> Any:
     """Return the schema of a listed property with those of the patterns that match its name, which llama.cpp does not
     apply to it."""
-    others = [
-        other for pattern, other in patterns.items() if SIMPLE_PATTERN.fullmatch(pattern) and _matches(pattern, name)
-    ]
+    others = []
+    for pattern, other in patterns.items():
+        with suppress(re.error):
+            if SIMPLE_PATTERN.fullmatch(pattern) and re.search(pattern, name):
+                others.append(other)
     return {"allOf": [schema, *others]} if others and schema is not None else schema
-
-
-def _matches(pattern: str, name: str) -> bool:
-    with suppress(re.error):
-        return re.search(pattern, name) is not None
-    return False
 
 
 def _normalize_bounds(schema: dict[str, Any]) -> dict[str, Any]:

@@ -392,7 +392,20 @@ class GenerationLoop:
                         steering.check([each.logprob for each in event.scores.tokens])
                     self.answers.scored(generation, event.scores, time.perf_counter())
                 case TokenGenerated():
-                    self._handle_token(batch, generation, event)
+                    if (steering := generation.row.steering) is not None:
+                        steering.check(event.logprobs)
+                    now = time.perf_counter()
+                    self._log_step(generation, "decode", 1, now)
+                    _count_drafts(generation)
+                    logprob, reason = batch.logprob(event), _finish(generation, event)
+                    # The token that ends the text has no text; a token that completes a grammar has.
+                    hidden = event.finish == "stop"
+                    delta = generation.add(event.token, now, ids=(event.token,), entry=None if hidden else logprob)
+                    self.answers.post(generation, delta)
+                    if generation.finish is None and reason is not None:
+                        self.answers.post(generation, generation.complete(reason, logprob if hidden else None))
+                    if generation.finish is not None:
+                        self.answers.finish(generation, now)
         except LabError as exc:
             self.answers.end(generation, exc)
         except Exception as exc:
@@ -412,22 +425,6 @@ class GenerationLoop:
             requests=self._step_requests,
             kv_bytes=self._kv_bytes,
         )
-
-    def _handle_token(self, batch: Batch, generation: MlxGeneration, event: TokenGenerated) -> None:
-        if (steering := generation.row.steering) is not None:
-            steering.check(event.logprobs)
-        now = time.perf_counter()
-        self._log_step(generation, "decode", 1, now)
-        _count_drafts(generation)
-        logprob, reason = batch.logprob(event), _finish(generation, event)
-        # The token that ends the text has no text; a token that completes a grammar has.
-        hidden = event.finish == "stop"
-        delta = generation.add(event.token, now, ids=(event.token,), entry=None if hidden else logprob)
-        self.answers.post(generation, delta)
-        if generation.finish is None and reason is not None:
-            self.answers.post(generation, generation.complete(reason, logprob if hidden else None))
-        if generation.finish is not None:
-            self.answers.finish(generation, now)
 
     def note_peak(self, peak: int) -> None:
         """Record the peak memory of other work for the running requests."""

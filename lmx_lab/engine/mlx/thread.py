@@ -179,7 +179,17 @@ class MlxThread:
         error: LabError = EngineDeadError("the engine was stopped")
         has_died = False
         try:
-            self._start()
+            if self._device_bytes is not None:
+                memory.limit_kept_bytes(self._device_bytes)
+            self.blas = configure_blas(self._settings.blas, self._settings.threads)
+            if mx.default_device() == mx.cpu:
+                # ``mx.compile`` runs g++ there: the first pass of SmolLM2-135M takes 1.7 to 4.8 s instead of 0.6 s, and
+                # later ones are not faster. The compiled libraries are in ``mlx`` in the folder for temporary files:
+                # another user could put libraries there, and if another user has created it, every pass fails.
+                mx.disable_compile()
+            self._threads, self._samplers = ThreadChoice(self.blas), Samplers()
+            self.encoding = EncodingLoop(self._threads, self.room)
+            self.tracing = TraceLoop(self._threads, self.room, trace_bytes=self._settings.trace_bytes)
             self.started.set_result(None)
             while self._perform_commands():
                 self.step()
@@ -208,19 +218,6 @@ class MlxThread:
         if has_died:
             for model in models:
                 self._lost(model)
-
-    def _start(self) -> None:
-        if self._device_bytes is not None:
-            memory.limit_kept_bytes(self._device_bytes)
-        self.blas = configure_blas(self._settings.blas, self._settings.threads)
-        if mx.default_device() == mx.cpu:
-            # ``mx.compile`` runs g++ there: the first pass of SmolLM2-135M takes 1.7 to 4.8 s instead of 0.6 s, and
-            # later ones are not faster. The compiled libraries are in ``mlx`` in the folder for temporary files:
-            # another user could put libraries there, and if another user has created it, every pass fails.
-            mx.disable_compile()
-        self._threads, self._samplers = ThreadChoice(self.blas), Samplers()
-        self.encoding = EncodingLoop(self._threads, self.room)
-        self.tracing = TraceLoop(self._threads, self.room, trace_bytes=self._settings.trace_bytes)
 
     def _perform_commands(self) -> bool:
         """Perform the commands in the queue, and wait for one if there is nothing to compute. Return False to stop."""

@@ -49,7 +49,15 @@ def handle(request: bytes) -> bytes:
     """Answer one request; see the module's docstring."""
     header, data = unpack(request)
     if "build" in header:
-        _build(data)
+        # Not when this file is imported, because the parent also imports it.
+        with contextlib.suppress(OSError):
+            os.nice(max(0, NICENESS - os.nice(0)))
+        from tokenizers import Tokenizer  # not needed by the parent, which imports ``pack`` and ``unpack``
+
+        tokenizer = Tokenizer.from_buffer(bytes(data))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        _tokenizers[:] = [tokenizer]
         return b""
     try:
         return _answer(header, data)
@@ -77,18 +85,6 @@ def keep_descriptor_limit() -> Iterator[None]:
             yield
         finally:
             resource.setrlimit = set_limit
-
-
-def _build(data: memoryview) -> None:
-    # Not when this file is imported, because the parent also imports it.
-    with contextlib.suppress(OSError):
-        os.nice(max(0, NICENESS - os.nice(0)))
-    from tokenizers import Tokenizer  # not needed by the parent, which imports ``pack`` and ``unpack``
-
-    tokenizer = Tokenizer.from_buffer(bytes(data))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    _tokenizers[:] = [tokenizer]
 
 
 def _answer(header: dict[str, Any], data: memoryview) -> bytes:

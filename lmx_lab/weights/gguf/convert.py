@@ -61,15 +61,6 @@ def refuse_unsupported(header: GgufHeader) -> None:
             f"{header.path} is split into parts, and only single files can be converted. {LOAD_DIRECTLY}, or join "
             "its parts"
         )
-    _refuse_variant(header)
-    _refuse_tensors(header)
-    if (model := header.text("tokenizer.ggml.model")) not in ("gpt2", "llama"):
-        raise UnusableModelError(
-            f"{header.path} has a vocabulary of kind {model}; only gpt2 and llama can be converted. {LOAD_DIRECTLY}"
-        )
-
-
-def _refuse_variant(header: GgufHeader) -> None:
     if header.architecture != "llama":
         raise UnusableModelError(
             f"{header.path} has the architecture {header.architecture!r:.60}; only llama can be converted from .gguf. "
@@ -90,6 +81,11 @@ def _refuse_variant(header: GgufHeader) -> None:
     if scaling not in (None, "none", "linear"):
         raise UnusableModelError(
             f"{header.path} scales positions by {scaling!r:.40}, which cannot be converted. {LOAD_DIRECTLY}"
+        )
+    _refuse_tensors(header)
+    if (model := header.text("tokenizer.ggml.model")) not in ("gpt2", "llama"):
+        raise UnusableModelError(
+            f"{header.path} has a vocabulary of kind {model}; only gpt2 and llama can be converted. {LOAD_DIRECTLY}"
         )
 
 
