@@ -82,6 +82,11 @@ class InMemory:
         return [model for model in order if model is not None and model.lost is None]
 
     @property
+    def entries(self) -> list[ModelEntry]:
+        """The entries of ``models``."""
+        return [model.entry for model in self.models]
+
+    @property
     def idle_model(self) -> str | None:
         """Id of the main model that was unloaded because it was idle; None if there is another one."""
         is_idle = self.main is None and self.unloaded is not None and self.unloaded[1] == "idle"
@@ -89,10 +94,9 @@ class InMemory:
 
     def named(self, name: str | None, kinds: Kinds, *, local: bool) -> Model | None:
         """Return the model that answers a request; see ``ModelManager.model_for``."""
-        models = self.models
-        entries = [model.entry for model in models]
+        entries = self.entries
         entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
-        return models[entries.index(entry)] if entry is not None else None
+        return next((model for model in self.loaded if model.entry is entry), None)
 
     @property
     def present_main(self) -> Model | None:
@@ -141,11 +145,6 @@ class InMemory:
 
 
 # Names
-
-
-def entries_in_memory(now: EngineSnapshot) -> list[ModelEntry]:
-    """Return the models in memory: the pinned ones, then the main model."""
-    return [model.entry for model in now.models]
 
 
 def find_model(entries: Iterable[ModelEntry], name: str | None, kinds: Kinds) -> ModelEntry | None:
@@ -209,7 +208,7 @@ def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
         name: The id that the request names.
         kinds: Kinds of models that could answer.
     """
-    main, in_memory = now.entry, entries_in_memory(now)
+    main, in_memory = now.entry, now.entries
     if (leaving := find_model(in_memory, name, kinds)) is not None:
         # The snapshot is older than the refusal: since then, an unload of this model has begun.
         return NotLoadedError(f"{leaving.id} is being unloaded; {LOAD_FIRST}")
@@ -250,11 +249,11 @@ def unknown_model(
     name: str, now: EngineSnapshot, kinds: Kinds, on_disk: Sequence[ModelEntry] = ()
 ) -> ModelNotFoundError:
     """Return the error of a name that no model on disk has. It is the same for any path, whether or not it exists."""
-    possible = [entry for entry in (*entries_in_memory(now), *on_disk) if entry.answers(kinds)]
+    possible = [entry for entry in (*now.entries, *on_disk) if entry.answers(kinds)]
     similar = did_you_mean(name, (public_id(entry.id, local=False) for entry in possible))
     advice = f"{similar} Requests" if similar else "; requests"
     # A pinned model may also be the main model, and is listed once.
-    fitting = list({entry.id: None for kind in kinds for entry in entries_in_memory(now) if kind in entry.kinds})
+    fitting = list({entry.id: None for kind in kinds for entry in now.entries if kind in entry.kinds})
     verb = "is" if len(fitting) < 2 else "are"
     loaded = f"{' and '.join(fitting) or 'no model that could answer'} {verb} loaded"
     return ModelNotFoundError(
@@ -296,7 +295,7 @@ def with_models_on_disk(
         return _extended(error, remedy)
     named = [entry for entry in on_disk if entry.id == name] or [entry for entry in on_disk if entry.has_alias(name)]
     if not named:
-        in_memory = entries_in_memory(now)
+        in_memory = now.entries
         # The echo model has no files. If it is named, it is being unloaded.
         is_known = not in_memory or any(entry.id == name for entry in in_memory)
         return error if is_known else unknown_model(name, now, kinds, on_disk)

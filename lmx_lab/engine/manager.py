@@ -340,9 +340,10 @@ class ModelManager:
 
         Raises:
             NotLoadedError, ModelNotFoundError: no embedding model is in memory, or not the one that the request names.
-            InvalidRequestError: the model does not embed; an input is not valid text; ``dimensions`` is too large.
+            InvalidRequestError: the model does not embed; an input is not valid text or has no tokens; ``dimensions``
+                is too large.
             ContextLengthError: an input is longer than the model's context.
-            QueueFullError: too many requests wait.
+            QueueFullError: too many requests wait, or their texts together are too long.
             GenerationTimeoutError, EngineError: the vectors could not be computed.
         """
         _check_texts(request.inputs)
@@ -493,7 +494,7 @@ class ModelManager:
             request.caller,
             self._residents,
         )
-        wanted = loaded_id(name, [model.entry for model in self.models], local=caller.local)
+        wanted = loaded_id(name, residents.now.entries, local=caller.local)
         try:
             async with asyncio.timeout(limit_s):
                 ticket = residents.swaps.ticket(wanted, limited=not caller.patient)
@@ -569,13 +570,13 @@ class ModelManager:
         now, failure = self.snapshot, self._residents.now.lost
         if failure is not None and now.entry is None and now.state != "loading":
             return type(failure)(failure.message)
-        return refusal(now, loaded_id(name, [model.entry for model in now.models], local=local), kinds)
+        return refusal(now, loaded_id(name, now.entries, local=local), kinds)
 
     async def _extend_refusal(self, error: LabError, name: str | None, kinds: Kinds, *, local: bool) -> LabError:
         """Return the error, extended by the next step that the models on disk allow."""
         if not isinstance(error, NotLoadedError) or (name is None and kinds == CHAT):
             return error
-        name = loaded_id(name, [model.entry for model in self.models], local=local)
+        name = loaded_id(name, self._residents.now.entries, local=local)
         return with_models_on_disk(error, name, await self._finder.on_disk(), self.snapshot, kinds)
 
 

@@ -330,12 +330,7 @@ class LoadedModel(ABC, Generic[Row]):
             reader: The event loop on which the answers are read.
 
         Raises:
-            NotLoadedError: the model is being unloaded.
-            ContextLengthError: the prompt leaves no room in the model's context.
-            InvalidRequestError: the prompt cannot be tokenized, a token id is not in the vocabulary, or the engine does
-                not support the request (``Capabilities``).
-            GenerationTimeoutError: the request was not prepared within its time limit.
-            OutOfMemoryError, EngineDeadError: the model was lost.
+            LabError: as ``ModelManager.generate``.
         """
         tokenizer, answers = self._chat()
         arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
@@ -381,10 +376,7 @@ class LoadedModel(ABC, Generic[Row]):
         """Accept texts to be embedded, and return the task that computes them. Cancelling it cancels the work.
 
         Raises:
-            NotLoadedError: the model is being unloaded.
-            InvalidRequestError: a text is not valid or has no tokens; ``dimensions`` exceeds those of the model.
-            ContextLengthError: a text is longer than the model's context.
-            QueueFullError: the texts of all requests together are too long.
+            LabError: as ``ModelManager.embed``.
         """
         check_dimensions(request.dimensions, self._dimensions, self.entry)
         arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
@@ -473,9 +465,7 @@ class LoadedModel(ABC, Generic[Row]):
         """Accept a trace, and return the task that computes it. Cancelling it cancels the work.
 
         Raises:
-            NotLoadedError: the model is being unloaded.
-            ContextLengthError: the text is longer than the model's context.
-            InvalidRequestError: the text cannot be tokenized, or the engine does not compute traces.
+            LabError: as ``ModelManager.trace``.
         """
         raise InvalidRequestError(
             f"{self.entry.id} does not run on MLX, and only MLX returns internal values of a model; load the model "
@@ -487,9 +477,7 @@ class LoadedModel(ABC, Generic[Row]):
         """Return the token ids of a request's prompt, which may be longer than the model's context.
 
         Raises:
-            NotLoadedError: the model was unloaded.
-            ContextLengthError: the prompt is so long that it is not tokenized.
-            InvalidRequestError: the prompt cannot be tokenized.
+            LabError: as ``ModelManager.encode``.
         """
         from lmx_lab.engine.preparer import encode_prompt
 

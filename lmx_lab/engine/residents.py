@@ -153,7 +153,7 @@ class Residents:
     def ids(self) -> frozenset[str]:
         """The models in memory, and the one that was unloaded because it was idle."""
         idle = [self.now.idle_model] if self.now.idle_model is not None else []
-        return frozenset([*idle, *(model.entry.id for model in self.now.models)])
+        return frozenset([*idle, *(entry.id for entry in self.now.entries)])
 
     def _is_full_and_busy(self) -> bool:
         """Return whether another model can be loaded only after running requests have ended."""
@@ -332,8 +332,7 @@ class Residents:
             entry: The files, if they are already known.
         """
         if entry is None:
-            loaded = [model.entry for model in self.now.models]
-            entry = await self._finder.find(spec, local=local, loaded=loaded)
+            entry = await self._finder.find(spec, local=local, loaded=self.now.entries)
         kinds: dict[str | None, Kind] = {self._settings.embedder: "embedding", self._settings.reranker: "rerank"}
         if spec.pin and (kind := kinds.get(spec.model, entry.kind)) != entry.kind:
             raise UnusableModelError(
@@ -401,8 +400,7 @@ class Residents:
                 stayed = any(model not in left for model in leaving)
                 leaving = await change.run(self._choose_leaving(entry, spec, present)) if stayed else []
             change.stage = "loading"
-            report = await change.run(self._enter(entry, spec, as_main=True, like=left))
-            return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms)
+            return await change.run(self._enter(entry, spec, as_main=True, like=left, checked_s=checked_s))
         except LabError as exc:
             # Not the exception, which refers to this frame, and so to the models that have left.
             kind, message, param = type(exc), exc.message, exc.param
@@ -418,9 +416,8 @@ class Residents:
         if await self._find_loaded(entry, spec) is None:
             same = [model for model in self.now.models if is_same(model.entry, entry)]
             await self._check_loadable(entry, spec, without=same)
-        checked_s = time.perf_counter() - started
-        report = await self._enter(entry, spec, as_main=False)
-        return replace(report, load_time_ms=checked_s * 1e3 + report.load_time_ms, context_length=None)
+        report = await self._enter(entry, spec, as_main=False, checked_s=time.perf_counter() - started)
+        return replace(report, context_length=None)
 
     async def _choose_leaving(self, entry: ModelEntry, spec: LoadSpec, present: Model | None) -> list[Model]:
         """Let the engine check a model, and return the models that leave memory for it.
@@ -480,16 +477,17 @@ class Residents:
         await self._check_loadable(model.entry, model.spec_now)
         await self._enter(model.entry, model.spec_now, as_main=as_main, replaces=False)
 
-    async def _check_loadable(self, entry: ModelEntry, spec: LoadSpec, *, without: Sequence[Model] = ()) -> None:
-        """Let an engine check a model that is loaded next to those in memory.
+    async def _check_loadable(
+        self, entry: ModelEntry, spec: LoadSpec, *, without: Sequence[Model] = (), room_bytes: int | None = None
+    ) -> None:
+        """Let an engine check a model.
 
         Args:
             without: Models that leave memory first.
+            room_bytes: Memory that it may use; by default what the models in memory leave.
         """
-        staying = [model for model in self.now.models if model not in without]
-        await self._check_room(entry, spec, self._engines.room_bytes(entry, staying))
-
-    async def _check_room(self, entry: ModelEntry, spec: LoadSpec, room_bytes: int) -> None:
+        if room_bytes is None:
+            room_bytes = self._engines.room_bytes(entry, [it for it in self.now.models if it not in without])
         check = self._engines.of(entry).check(entry, spec, room_bytes=room_bytes)
         await within_limit(check, entry, self._settings.load_timeout_s)
 
@@ -509,7 +507,7 @@ class Residents:
         await self._finder.check(entry)
         engine, others = self._engines.of(entry), await in_thread(lambda: [(it, self._engines.of(it)) for it in beside])
         taken_bytes = sum(it.load_bytes for it, other in others if share_memory(engine, other))
-        await self._check_room(entry, spec, engine.memory.limit - taken_bytes)
+        await self._check_loadable(entry, spec, room_bytes=engine.memory.limit - taken_bytes)
         return entry
 
     async def _enter(
@@ -520,6 +518,7 @@ class Residents:
         as_main: bool,
         like: Sequence[Model] = (),
         replaces: bool = True,
+        checked_s: float = 0.0,
     ) -> LoadReport:
         """Read a model into memory, unless it is there; return the report of the load.
 
@@ -527,6 +526,7 @@ class Residents:
             as_main: Whether it becomes the main model even if there is one.
             like: Models that have left memory. The same one among them says how long this one stays.
             replaces: Whether it replaces the same model with other options.
+            checked_s: How long it was checked, which the report includes.
         """
         started, same = time.perf_counter(), None
         async with self._entering:
@@ -551,7 +551,7 @@ class Residents:
             else:
                 self._keep(model, pin=spec.pin, ttl_s=spec.ttl_s)
             self._seat(model, as_main=as_main, replaced=same)
-        report = load_report(model, entry, time.perf_counter() - started)
+        report = load_report(model, entry, checked_s + time.perf_counter() - started)
         if same is not None:
             await self._drop(same, NotLoadedError(f"{entry.id} was loaded again with other options"))
         return report

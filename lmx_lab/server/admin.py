@@ -15,7 +15,6 @@ from lmx_lab.engine.engines import ENGINES, engine_for
 from lmx_lab.engine.lookup import (
     ANY_KIND,
     CHAT,
-    entries_in_memory,
     public_id,
     public_unloading,
     refusal,
@@ -208,7 +207,7 @@ def listing_routes(manager: ModelManager) -> APIRouter:
         is_alias, id_ = name == ANY_MODEL or name in names, names.get(name, name)
         if name == ANY_MODEL:
             # The model that answers requests for this name: a chat model, otherwise an encoder.
-            entry = find_in_memory(entries_in_memory(manager.snapshot), None, ANY_KIND)
+            entry = find_in_memory(manager.snapshot.entries, None, ANY_KIND)
             if entry is None:
                 raise refusal(manager.snapshot, None, CHAT)
             id_ = entry.id
@@ -356,7 +355,7 @@ def _speeds(listing: Listing, manager: ModelManager) -> Speeds | None:
 def _models(listing: Listing, manager: ModelManager, speeds: Speeds | None) -> list[ListedModel]:
     """Return the listed models, and models in memory that are not in the list."""
     preferred = preferred_engine(speeds)
-    in_memory = {entry.path: entry for entry in entries_in_memory(manager.snapshot)}
+    in_memory = {entry.path: entry for entry in manager.snapshot.entries}
     known = {entry.path for entry in listing.entries}
     # Models that were loaded by path are not in the list.
     elsewhere = [entry for entry in in_memory.values() if entry.path not in known]

@@ -15,7 +15,6 @@ from starlette.types import Scope as RouteScope
 
 from lmx_lab.broadcast import Feed
 from lmx_lab.engine import ModelManager
-from lmx_lab.engine.lookup import entries_in_memory
 from lmx_lab.extras import optional_imports
 from lmx_lab.http.bodies import MODEL
 from lmx_lab.http.guard import OPEN_PATHS, ASGIApp, GuardPolicy
@@ -120,7 +119,7 @@ def create_server(
     api = _create_api(settings)
     folders = [settings.models_folder, cache_folder(), *settings.model_folders, *(it for _, it in program_folders())]
     api.state.without_paths = lambda text: without_paths(
-        text, [*folders, *(entry.path.parent for entry in entries_in_memory(manager.snapshot))]
+        text, [*folders, *(entry.path.parent for entry in manager.snapshot.entries)]
     )
     api.include_router(page_routes(manager))
     api.include_router(health_routes(manager))

@@ -134,10 +134,6 @@ class ChunkWriter(AnswerWriter):
         }
         self._head = f'{json_text(self._shared)[:-1]},"choices":['
 
-    def _token_ids(self, index: int) -> str:
-        """Return the member of a chunk with the ids of the tokens since the last one, if they are requested."""
-        return "" if self._prompts is None else f',"token_ids":{json_text(self._ids.pop(index, []))}'
-
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
             yield data_line(f'{self._head}],"usage":{usage(reports).model_dump_json()}}}')
@@ -236,5 +232,6 @@ class ChatWriter(ChunkWriter):
 
     def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
         field = f',"logprobs":{logprobs}' if self._logprobs else ""
-        field = f'{field},"finish_reason":{reason}{self._token_ids(index)}'
+        ids = "" if self._prompts is None else f',"token_ids":{json_text(self._ids.pop(index, []))}'
+        field = f'{field},"finish_reason":{reason}{ids}'
         return data_line(f'{self._head}{{"index":{index},"delta":{delta}{field}}}]{end}}}')

@@ -226,10 +226,11 @@ class CompletionWriter(ChunkWriter):
 
     def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
         fields = f'"text":{json_text(text)},"index":{index},"logprobs":{logprobs},"finish_reason":{reason}'
-        fields += self._token_ids(index)
-        if self._prompts is not None and index not in self._begun:
-            self._begun.add(index)
-            fields += f',"prompt_token_ids":{json_text(self._prompts[index])}'
+        if self._prompts is not None:
+            fields += f',"token_ids":{json_text(self._ids.pop(index, []))}'
+            if index not in self._begun:
+                self._begun.add(index)
+                fields += f',"prompt_token_ids":{json_text(self._prompts[index])}'
         return data_line(f"{self._head}{{{fields}}}]{end}}}")
 
 

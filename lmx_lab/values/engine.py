@@ -168,6 +168,11 @@ class EngineSnapshot:
     """The BLAS behind MLX; None until that engine has started."""
 
     @property
+    def entries(self) -> list[ModelEntry]:
+        """All models in memory."""
+        return [model.entry for model in self.models]
+
+    @property
     def entry(self) -> ModelEntry | None:
         """The main model; None if none is loaded."""
         return self.main.entry if self.main is not None else None

@@ -464,29 +464,26 @@ class EchoLoaded(LoadedModel[EchoRow]):
     async def _read_texts(
         self, texts: Sequence[str | Sequence[int]], *, input_type: InputType | None, truncate: bool, param: str
     ) -> list[TextTokens]:
-        return [
-            self._read(text, param if param == "query" else f"{param}.{at}", truncate=truncate)
-            for at, text in enumerate(texts)
-        ]
+        vocabulary, limit, read = self._model.vocabulary, self.entry.context_length or 0, []
+        for at, text in enumerate(texts):
+            place, count = param if param == "query" else f"{param}.{at}", None
+            if isinstance(text, str):
+                check_characters(text, place)
+                # Only as much as is needed to detect that a text is too long, because encoding holds the GIL.
+                enough = (limit + 1) * LONGEST_PIECE
+                tokens = vocabulary.encode(text[:enough])
+                if len(text) > enough:
+                    count = f"more than {limit}"
+            else:
+                tokens = list(text)
+                check_token_ids(tokens, place, self.entry, vocabulary.size)
+            check_text(tokens, place, self.entry, limit, truncate=truncate, count=count)
+            read.append(TextTokens(tuple(tokens[:limit])))
+        return read
 
     async def _beginnings(self, documents: Sequence[str], tokens: int) -> list[str]:
         vocabulary = self._model.vocabulary
         return [vocabulary.decode(vocabulary.encode(text[: tokens * LONGEST_PIECE])[:tokens]) for text in documents]
-
-    def _read(self, text: str | Sequence[int], param: str, *, truncate: bool) -> TextTokens:
-        vocabulary, limit, count = self._model.vocabulary, self.entry.context_length or 0, None
-        if isinstance(text, str):
-            check_characters(text, param)
-            # Only as much as is needed to detect that a text is too long, because encoding holds the GIL.
-            enough = (limit + 1) * LONGEST_PIECE
-            tokens = vocabulary.encode(text[:enough])
-            if len(text) > enough:
-                count = f"more than {limit}"
-        else:
-            tokens = list(text)
-            check_token_ids(tokens, param, self.entry, vocabulary.size)
-        check_text(tokens, param, self.entry, limit, truncate=truncate, count=count)
-        return TextTokens(tuple(tokens[:limit]))
 
     async def _compute(self, job: TextJob) -> Vectors:
         rows: list[Vectors] = []

@@ -83,7 +83,11 @@ async def _answer_all(
                 except LabError as exc:
                     if not isinstance(exc, CallerError):
                         log.warning("%s: the WebSocket request failed: %s", socket.scope.get("lmx_lab.request_id"), exc)
-                    await send_text(socket, _error_event(socket, exc))
+                    detail: dict[str, Any] = detail_for(socket, exc).model_dump(mode="json")
+                    if detail["param"] == "previous_response_id":
+                        # Clients then send the whole conversation.
+                        detail["code"] = "previous_response_not_found"
+                    await send_text(socket, json_text({"type": "error", "status": status_of(exc), "error": detail}))
         except TimeoutError:
             await socket.close(NORMAL, f"no request within {IDLE_S:g} s")
 
@@ -121,11 +125,3 @@ async def _answer(
 def _message(event: str) -> str:
     """Return the data of an event of a stream."""
     return event.partition("\ndata: ")[2].removesuffix("\n\n")
-
-
-def _error_event(socket: WebSocket, error: LabError) -> str:
-    detail: dict[str, Any] = detail_for(socket, error).model_dump(mode="json")
-    if detail["param"] == "previous_response_id":
-        # Clients then send the whole conversation.
-        detail["code"] = "previous_response_not_found"
-    return json_text({"type": "error", "status": status_of(error), "error": detail})

@@ -202,13 +202,10 @@ class _Reader:
     def _value(self, kind: int) -> Value | None:
         if kind == TEXT:
             return self._text(MAX_TEXT_BYTES)
-        if kind == ARRAY:
-            return self._array()
-        if kind not in SCALARS:
+        if kind in SCALARS:
+            return self._scalar(SCALARS[kind])
+        if kind != ARRAY:
             raise self._error(f"is damaged: unknown metadata type {kind}; fetch it again")
-        return self._scalar(SCALARS[kind])
-
-    def _array(self) -> list[Scalar] | None:
         kind, count = int(self._scalar("<I")), self._count(MAX_ITEMS)
         self._items += count
         if self._items > MAX_ITEMS or (kind not in SCALARS and kind != TEXT):

@@ -146,31 +146,25 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     if len(vocabulary.of_type(BYTE)) != 256:
         raise UnusableModelError("the vocabulary does not have a token for each byte")
     unknown = vocabulary.token(vocabulary.unknown if vocabulary.unknown is not None else 0)
-    tokenizer = _bpe(vocabulary, _merges_by_score(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    # SentencePiece joins the neighbours whose union has the best score. Every split of a token is therefore a merge, in
+    # the order of the scores.
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    by_score = sorted(range(len(ids)), key=lambda index: -vocabulary.scores[index])
+    tokens = (vocabulary.tokens[index] for index in by_score if vocabulary.types[index] == 1)
+    merges = [
+        (token[:cut], token[cut:])
+        for token in tokens
+        # The longest pieces that SentencePiece trains have 16 characters; 256 limit malicious vocabularies.
+        for cut in range(1, min(len(token), 256))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    tokenizer = _bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prepend = [normalizers.Prepend("▁")] if vocabulary.add_space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if vocabulary.add_space_prefix else []
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
-
-
-def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """Return merges that have the same effect as SentencePiece's scores.
-
-    SentencePiece joins the neighbours whose union has the best score. Every split of a token is therefore a merge, in
-    the order of the scores.
-    """
-    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    by_score = sorted(range(len(ids)), key=lambda index: -vocabulary.scores[index])
-    tokens = (vocabulary.tokens[index] for index in by_score if vocabulary.types[index] == 1)
-    # The longest pieces that SentencePiece trains have 16 characters; 256 limit malicious vocabularies.
-    return [
-        (token[:cut], token[cut:])
-        for token in tokens
-        for cut in range(1, min(len(token), 256))
-        if token[:cut] in ids and token[cut:] in ids
-    ]
 
 
 def _bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
