@@ -41,6 +41,7 @@ from lmx_lab.client.connection import (
 from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
 from lmx_lab.values.engine import PressureEvent
 from lmx_lab.values.models import (
+    OPTIONS_OF_STAY,
     LoadOptions,
     LoadReport,
     ModelEvent,
@@ -575,7 +576,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             options: ``LoadOptions``, as in ``load``; ``wait``, ``pin`` and ``ttl_s`` have no effect.
         """
         spec = load_spec(model, options)
-        values = {name: value for name, value in spec.options.items() if name not in ("wait", "pin", "ttl_s")}
+        values = {name: value for name, value in spec.options.items() if name not in OPTIONS_OF_STAY}
         query = urlencode({"model": spec.model, **values})
         return await self._connection.fetch("GET", f"/admin/models/plan?{query}", LoadPlan)
 

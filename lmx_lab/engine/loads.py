@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from lmx_lab.engine.engines import engine_for
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.values.engine import ModelChange, UnloadCause
-from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent, Unloading, with_reason
+from lmx_lab.values.models import OPTIONS_OF_STAY, LoadReport, LoadSpec, ModelEntry, ModelEvent, Unloading, with_reason
 
 if TYPE_CHECKING:
     from lmx_lab.engine.model import LoadedModel
@@ -325,4 +325,5 @@ def load_report(model: LoadedModel[Any], entry: ModelEntry, load_s: float) -> Lo
 
 def same_options(spec: LoadSpec, other: LoadSpec) -> bool:
     """Return whether two loads of the same files load them in the same way."""
-    return spec == replace(other, model=spec.model, engine=spec.engine, wait=spec.wait, pin=spec.pin, ttl_s=spec.ttl_s)
+    ignored = {name: getattr(spec, name) for name in ("model", "engine", *OPTIONS_OF_STAY)}
+    return spec == replace(other, **ignored)

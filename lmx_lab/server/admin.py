@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import MISSING, dataclass, fields, replace
+from inspect import Parameter, Signature
+from typing import Annotated, Any, get_type_hints
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Request
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.engines import ENGINES, engine_for
@@ -30,10 +31,9 @@ from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.openapi import LOAD_ERRORS
 from lmx_lab.values.engine import EngineSnapshot, ModelState
 from lmx_lab.values.models import (
-    EngineChoice,
+    OPTIONS_OF_STAY,
     EngineName,
     Format,
-    KvCacheDtype,
     LoadReport,
     LoadSpec,
     ModelEntry,
@@ -70,6 +70,26 @@ LOADED = {
 }
 
 
+def planned_spec(**options: Any) -> LoadSpec:
+    """Return the load that the parameters of a URL describe. They are the fields of ``LoadSpec``."""
+    return LoadSpec(**options)
+
+
+_TYPES = get_type_hints(LoadSpec, include_extras=True)
+planned_spec.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        Parameter(
+            each.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if each.default is MISSING else each.default,
+            annotation=_TYPES[each.name],
+        )
+        for each in fields(LoadSpec)
+        if each.name not in OPTIONS_OF_STAY
+    ]
+)
+
+
 def admin_routes(manager: ModelManager) -> APIRouter:
     """Return the router of ``/admin/models`` and the routes below it."""
     router = APIRouter(prefix="/admin", tags=["admin"], route_class=StrictRoute)
@@ -98,32 +118,13 @@ def admin_routes(manager: ModelManager) -> APIRouter:
         )
 
     @router.get("/models/plan", responses=LOAD_ERRORS)
-    async def plan(
-        request: Request,
-        *,
-        model: Annotated[str, Query(min_length=1, max_length=1024)],
-        engine: EngineChoice = "auto",
-        context_length: Annotated[int | None, Query(ge=1)] = None,
-        deterministic: bool = False,
-        prompt_lookup: bool | None = None,
-        kv_cache_dtype: KvCacheDtype | None = None,
-        draft: Annotated[str | None, Query(min_length=1, max_length=1024)] = None,
-    ) -> LoadPlan:
+    async def plan(request: Request, spec: Annotated[LoadSpec, Depends(planned_spec)]) -> LoadPlan:
         """Return what a load with these options would use in memory, and whether it fits now, after models in memory
         were unloaded, or not at all. Only headers of files are read, and nothing is loaded. Local callers may send a
         path, or a model of the hub, whose headers are read without a download.
         """
         local = is_local(request.scope)
         check_admin(manager, local=local)
-        spec = LoadSpec(
-            model=model,
-            engine=engine,
-            context_length=context_length,
-            deterministic=deterministic,
-            prompt_lookup=prompt_lookup,
-            kv_cache_dtype=kv_cache_dtype,
-            draft=draft,
-        )
         found = await manager.plan(spec, local=local)
         ids = [public_id(each, local=local) for each in (found.model, *found.unload)]
         return replace(found, model=ids[0], unload=tuple(ids[1:]))

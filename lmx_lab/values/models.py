@@ -55,6 +55,10 @@ class LoadOptions(TypedDict, total=False):
     ttl_s: TimeToLive | None
 
 
+OPTIONS_OF_STAY = frozenset({"wait", "pin", "ttl_s"})
+"""The options that change when models leave memory, and not how a model is loaded."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec(Body):
     """A model to load and how to load it: the body of ``POST /admin/models/load``. The value travels unchanged from the
