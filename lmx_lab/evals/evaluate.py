@@ -194,15 +194,17 @@ class _Table:
         if found.error is not None or not_scored is not None:
             return replace(found, error=found.error or not_scored)
         try:
+            if isinstance(metric, Choice):
+                choices = metric.of_row(row)
+                best = metric.best(choices, found.answered.logprobs or ())
+                # They are kept if the expected value is missing or wrong.
+                found = replace(found, answer=choices[best], choices=choices)
             if self._answer is not None and is_missing(expected):
                 raise InvalidRequestError(
                     f"the column {self._answer} has no value in this row; remove the row, or add the expected answer"
                 )
             if isinstance(metric, Choice):
-                choices = metric.of_row(row)
-                best = metric.best(choices, found.answered.logprobs or ())
-                score = float(best == metric.right(choices, expected))
-                return replace(found, answer=choices[best], choices=choices, score=score)
+                return replace(found, score=float(best == metric.right(choices, expected)))
             if isinstance(metric, Judge):
                 return found
             return replace(found, score=metric.checked_score(found.answer or "", expected))

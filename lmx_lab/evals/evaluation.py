@@ -17,7 +17,7 @@ from lmx_lab.batch.run import plain_text, text_tokens
 from lmx_lab.blocking import both, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, write_inspect_log
-from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, mean_score, to_json
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, comparable, mean_score
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens, lens_of
 from lmx_lab.results.frames import Dtype, dtypes_of, make_table
 from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
@@ -71,7 +71,8 @@ class Evaluation:
     @property
     def score(self) -> Score:
         """The mean score with its 95 % interval, and the method that computed the interval: Wilson's score interval if
-        all scores are 0 or 1, otherwise a bootstrap interval. The score of a row with several answers is their mean.
+        all scores are 0 or 1, otherwise a bootstrap interval, which needs 6 different scores. The score of a row with
+        several answers is their mean.
         """
         return score_of([score for score in map(mean_score, self._by_row) if score is not None])
 
@@ -156,10 +157,10 @@ class Evaluation:
     def compare(self, other: Evaluation) -> PairedTest:
         """Compare this evaluation with another one of the same rows, for example with another model or prompt.
 
-        Rows are paired by their labels; the score of a row with several answers is their mean. If labels are not
-        unique, both evaluations must have the same labels in the same order. Rows with an error in either evaluation
-        are left out. The test is the exact McNemar test if all scores are 0 or 1, otherwise a permutation test;
-        ``method`` of the result names it.
+        Rows are paired by their labels, of which 1 and 1.0 are equal; the score of a row with several answers is their
+        mean. If labels are not unique, both evaluations must have the same labels in the same order. Rows with an error
+        in either evaluation are left out. The test is the exact McNemar test if all scores are 0 or 1, otherwise a
+        permutation test; ``method`` of the result names it.
 
         Raises:
             InvalidRequestError: the rows cannot be paired, or their expected values differ.
@@ -168,7 +169,7 @@ class Evaluation:
             raise InvalidRequestError(f"other is {other!r:.80}; pass another result of lab.evaluate", param="other")
         pairs = self._pairs(other)
         different = next(
-            (one for [one, *_], [its, *_] in pairs if to_json(one.expected) != to_json(its.expected)), None
+            (one for [one, *_], [its, *_] in pairs if comparable(one.expected) != comparable(its.expected)), None
         )
         if different is not None:
             raise InvalidRequestError(
@@ -181,7 +182,7 @@ class Evaluation:
     def _pairs(self, other: Evaluation) -> list[tuple[list[EvaluatedRow], list[EvaluatedRow]]]:
         """Return the answers of both evaluations to each row of the table that they share."""
         rows, others = self._by_row, other._by_row
-        labels, its_labels = ([to_json(answers[0].label) for answers in each] for each in (rows, others))
+        labels, its_labels = ([comparable(answers[0].label) for answers in each] for each in (rows, others))
         if labels == its_labels:
             return list(zip(rows, others, strict=True))
         its_rows = dict(zip(its_labels, others, strict=True))
@@ -190,7 +191,13 @@ class Evaluation:
                 "the index has duplicate labels, and the labels of both evaluations differ; give the tables a "
                 "unique index"
             )
-        return [(answers, its_rows[label]) for answers, label in zip(rows, labels, strict=True) if label in its_rows]
+        pairs = [(answers, its_rows[label]) for answers, label in zip(rows, labels, strict=True) if label in its_rows]
+        if not pairs:
+            raise InvalidRequestError(
+                f"no row is in both evaluations: the labels are {', '.join(labels)[:80] or 'none'}, and those of the "
+                f"other one {', '.join(its_labels)[:80] or 'none'}; evaluate tables with the same index"
+            )
+        return pairs
 
     def calibration(self) -> pd.DataFrame:
         """Return the accuracy for each range of the probability of the selected choice, in ten bins of equal width.
@@ -327,7 +334,7 @@ class Evaluation:
             number = integer(position)
             found = self.rows[number : number + 1] if number is not None and number >= 0 else []
         else:
-            found = [row for row in self.rows if to_json(row.label) == to_json(label)]
+            found = [row for row in self.rows if comparable(row.label) == comparable(label)]
         if len(found) != 1:
             raise InvalidRequestError(
                 f"{len(found)} rows have the label {label!r:.80}; pass one of df.index, or position=0 to "

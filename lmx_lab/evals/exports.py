@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -102,10 +103,10 @@ def _parameters(run: ExportedRun) -> dict[str, Any]:
 
 
 def figures(run: ExportedRun) -> Mapping[str, float]:
-    """Return the score with its interval, unless no row has one, and the numbers of rows and errors."""
-    score = run.score
-    scores = {"score": score.mean, "low": score.low, "high": score.high} if score.n else {}
-    return {**scores, "rows": len(run.frame), "errors": run.errors}
+    """Return the score and its interval, if there are any, and the numbers of rows and errors."""
+    scores = {"score": run.score.mean, "low": run.score.low, "high": run.score.high}
+    known = {name: value for name, value in scores.items() if not math.isnan(value)}
+    return {**known, "rows": len(run.frame), "errors": run.errors}
 
 
 def _text(value: Any) -> str:

@@ -159,7 +159,8 @@ class Choice(Metric):
     Args:
         choices: The choices for all rows, or the name of a column with a list for each row.
         normalize: Whether to divide log-probabilities by the number of characters of the choice, so that long choices
-            are not at a disadvantage, like ``acc_norm`` in lm-evaluation-harness.
+            are not at a disadvantage, like ``acc_norm`` in lm-evaluation-harness. A space at the beginning, which
+            separates the choice from the prompt, is not counted.
         chat_template: Whether the prompt is a chat, and each choice an answer to it. If False, the prompt is plain text
             that the choice continues; begin the choices with a space if the prompt does not end with one.
     """
@@ -201,7 +202,7 @@ class Choice(Metric):
 
     def best(self, choices: Sequence[str], logprobs: Sequence[float]) -> int:
         """Return the index of the most likely choice, the first one if several are equally likely."""
-        lengths = [max(len(choice), 1) if self.normalize else 1 for choice in choices]
+        lengths = [max(len(choice) - choice[0].isspace(), 1) if self.normalize else 1 for choice in choices]
         values = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
         return values.index(max(values))
 

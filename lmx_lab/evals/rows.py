@@ -111,6 +111,18 @@ def to_json(value: Any) -> str:
     return json.dumps(to_plain(value))
 
 
+def comparable(value: Any) -> str:
+    """Return a label or an expected value as JSON in which equal numbers of different types, such as 1 and 1.0, are
+    equal.
+    """
+
+    def number(text: str) -> float:
+        found = float(text)
+        return int(found) if found.is_integer() else found
+
+    return json.dumps(json.loads(to_json(value), parse_float=number))
+
+
 def to_plain(value: Any) -> Any:
     """Convert a value to JSON types: NumPy numbers to numbers, NumPy arrays to lists, ``pandas.NA`` and ``NaT`` to
     None, and other types to strings.

@@ -25,6 +25,10 @@ from lmx_lab.errors import InvalidRequestError
 Floats: TypeAlias = npt.NDArray[np.float64]
 LEVEL = 0.95
 """Default level of intervals. The intervals of scores and differences always have this level."""
+Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+"""Half the width of an interval at this level, in standard errors."""
+ROUNDING = 1e-12
+"""Maximum difference between scores that are equal except for rounding."""
 SEED = 0
 """Default seed of random numbers, which makes results reproducible."""
 MEDIAN_DRAWS = 2000
@@ -36,6 +40,7 @@ BINS = 10
 """Number of bins of a calibration table."""
 WILSON = "Wilson score interval"
 BOOTSTRAP = f"percentile bootstrap, {SCORE_DRAWS:,} samples"
+PAIRED = "Bonett-Price interval"
 MCNEMAR = "exact McNemar test"
 PERMUTATION = f"sign-flip permutation test, {SCORE_DRAWS:,} permutations"
 
@@ -156,10 +161,19 @@ def median_interval(
     if not len(table):
         return NOTHING
     middle, n = float(np.median(table)), len(table)
-    if 1 - 2 * 0.5**n < level:
+    if _are_too_few(n, level):
         return Interval(median=middle, low=math.nan, high=math.nan, n=n)
     low, high = bootstrap(table, _medians, groups=groups, draws=draws, level=level, seed=seed)
     return Interval(median=middle, low=min(low, middle), high=max(high, middle), n=n)
+
+
+def _are_too_few(n: int, level: float = LEVEL) -> bool:
+    """Return whether ``n`` values cannot support a statement at this level.
+
+    The range of all values contains the true median with the probability 1 - 2 * 0.5**n, and the smallest p-value of a
+    paired test is 2 * 0.5**n if ``n`` rows differ. At 95 %, at least 6 are needed.
+    """
+    return 1 - 2 * 0.5**n < level
 
 
 def _medians(drawn: Floats) -> Floats:
@@ -273,17 +287,19 @@ def _check_level(level: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The mean of scores with its interval at ``LEVEL``. All three numbers are NaN if there are no scores."""
+    """The mean of scores with its interval at ``LEVEL``."""
 
     mean: float
+    """NaN if there are no scores."""
     low: float
+    """NaN, like ``high``, if the scores cannot tell how certain their mean is; ``method`` contains the reason."""
     high: float
     n: int
     method: str
-    """How the interval was computed."""
+    """How the interval was computed, or why there is none."""
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.3f} [{'-' if math.isnan(self.low) else f'{self.low:.3f}, {self.high:.3f}'}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,8 +309,10 @@ class PairedTest:
     difference: float
     """Mean score of the first evaluation minus that of the second."""
     low: float
+    """NaN, like ``high``, if the rows cannot tell how certain the difference is; ``interval`` contains the reason."""
     high: float
-    """Percentile bootstrap interval of the difference at ``LEVEL``, which resamples rows."""
+    interval: str
+    """How the interval of the difference at ``LEVEL`` was computed, or why there is none."""
     p_value: float
     """Two-sided probability of a difference at least this large if both evaluations were equally good."""
     method: str
@@ -305,9 +323,11 @@ class PairedTest:
     worse: int
 
     def __str__(self) -> str:
+        bounds = f"no interval: {self.interval}" if math.isnan(self.low) else f"{self.low:+.3f}, {self.high:+.3f}"
+        few = "; too few rows differ to tell which is better" if _are_too_few(self.better + self.worse) else ""
         return (
-            f"difference {self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}], p = {self.p_value:.3g} "
-            f"({self.method}); better in {self.better}, worse in {self.worse} of {self.n} rows"
+            f"difference {self.difference:+.3f} [{bounds}], p = {self.p_value:.3g} "
+            f"({self.method}); better in {self.better}, worse in {self.worse} of {self.n} rows{few}"
         )
 
 
@@ -319,8 +339,17 @@ def score_of(values: Sequence[float]) -> Score:
     if all(value in (0, 1) for value in values):
         low, high = wilson(round(math.fsum(values)), len(values))
         return Score(mean=mean, low=low, high=high, n=len(values), method=WILSON)
-    low, high = bootstrap(np.asarray(values, dtype=np.float64), _means)
-    return Score(mean=mean, low=low, high=high, n=len(values), method=BOOTSTRAP)
+    low, high, method = _mean_interval(np.asarray(values, dtype=np.float64), "scores")
+    return Score(mean=mean, low=low, high=high, n=len(values), method=method)
+
+
+def _mean_interval(values: Floats, name: str) -> tuple[float, float, str]:
+    """Return the bootstrap interval of the mean and its method; NaN and the reason if it would be too narrow."""
+    if _are_too_few(len(values)):
+        return math.nan, math.nan, f"{len(values)} {name} are too few for an interval; evaluate more rows"
+    if np.ptp(values) < ROUNDING:
+        return math.nan, math.nan, f"all {name} are equal, so they do not show how much others would differ"
+    return *bootstrap(values, lambda drawn: np.asarray(drawn.mean(axis=1), dtype=np.float64)), BOOTSTRAP
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
@@ -329,16 +358,11 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927). Unlike the
     normal approximation it does not leave [0, 1], and its coverage is close to ``LEVEL`` for small samples.
     """
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     share = successes / n
-    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    reach = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    centre = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    reach = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
     # Without successes, or with only successes, rounding may move a bound slightly away from 0 or 1.
     return (0.0 if not successes else centre - reach), (1.0 if successes == n else centre + reach)
-
-
-def _means(drawn: Floats) -> Floats:
-    return np.asarray(drawn.mean(axis=1), dtype=np.float64)
 
 
 def pass_at(k: int, right: int, n: int) -> float:
@@ -352,21 +376,36 @@ def pass_at(k: int, right: int, n: int) -> float:
 def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
     """Compare the scores of two evaluations of the same rows.
 
-    The test is McNemar's if all scores are 0 or 1, otherwise a permutation test of the differences.
+    If all scores are 0 or 1, the test is McNemar's, and the interval of the difference is that of D. G. Bonett and
+    R. M. Price, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired data",
+    Journal of Educational and Behavioral Statistics 37 (2012), which also describes few rows and equal scores.
+    Otherwise, they are a permutation test and a bootstrap interval of the differences.
     """
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     n, better, worse = len(differences), int((differences > 0).sum()), int((differences < 0).sum())
     if not n:
         low = high = p_value = mean = math.nan
-        method = "no common rows"
+        interval = method = "no common rows"
     else:
-        mean, (low, high) = float(differences.mean()), bootstrap(differences, _means)
+        mean = float(differences.mean())
         if all(value in (0, 1) for value in [*first, *second]):
-            p_value, method = mcnemar(better, worse), MCNEMAR
+            p_value, method, interval = mcnemar(better, worse), MCNEMAR, PAIRED
+            one, other = (better + 1) / (n + 2), (worse + 1) / (n + 2)
+            reach = Z * math.sqrt((one + other - (one - other) ** 2) / (n + 2))
+            low, high = max(-1.0, one - other - reach), min(1.0, one - other + reach)
         else:
             p_value, method = sign_flips(differences), PERMUTATION
+            low, high, interval = _mean_interval(differences, "differences")
     return PairedTest(
-        difference=mean, low=low, high=high, p_value=p_value, method=method, n=n, better=better, worse=worse
+        difference=mean,
+        low=low,
+        high=high,
+        interval=interval,
+        p_value=p_value,
+        method=method,
+        n=n,
+        better=better,
+        worse=worse,
     )
 
 
@@ -389,7 +428,7 @@ def sign_flips(differences: Floats) -> float:
     generator = np.random.default_rng(SEED)
     observed = abs(float(differences.sum()))
     # Sums that are equal except for rounding count as equal.
-    limit = observed - 1e-12 * max(1.0, float(np.abs(differences).sum()))
+    limit = observed - ROUNDING * max(1.0, float(np.abs(differences).sum()))
     extreme = 0
     for count in _chunks(SCORE_DRAWS, len(differences)):
         signs = generator.integers(2, size=(count, len(differences)), dtype=np.int8) * 2 - 1

@@ -69,7 +69,10 @@ def test_functions_see_the_expected_value_or_the_row(lab):
     rows = [{"text": "abc", "n": 4}, {"text": "abcde", "n": 5}]
     result = lab.evaluate(rows, "{text}", answer="n", metric=lambda answer, n: len(answer) / n)
     assert result.df["score"].tolist() == [0.75, 1]
-    assert result.score.method == BOOTSTRAP
+    assert (result.score.n, result.score.method) == (2, "2 scores are too few for an interval; evaluate more rows")
+    enough = lab.evaluate(rows * 3, "{text}", answer="n", metric=lambda answer, n: len(answer) / n)
+    assert enough.score.method == BOOTSTRAP
+    assert enough.score.low < enough.score.mean < enough.score.high
     by_row = lab.evaluate(rows, "{text}", metric=lambda answer, row: len(answer) == row["n"])
     assert by_row.df["score"].tolist() == [0, 1]
     assert by_row.failures.index.tolist() == [0]
@@ -104,6 +107,14 @@ def test_choices_are_scored(lab, tmp_path, chat_template):
     assert all(logprob < 0 for logprob in first["logprobs"])
     assert 0.5 <= first["probability"] <= 1
     assert "column options" in result.df.loc[1, "error"]
+    # An expected value that is missing or wrong does not hide which choice was the most likely one.
+    wrong = pd.DataFrame({"text": ["a", "a", "a"], "right": [1, None, 7], "options": [rows[0]["options"]] * 3})
+    kept = lab.evaluate(wrong, "Is it {text}? ", answer="right", metric=metric).df
+    assert kept["answer"].tolist() == [first["answer"]] * 3
+    assert kept["probability"].tolist() == pytest.approx([first["probability"]] * 3)
+    assert kept["logprobs"].tolist() == [pytest.approx(first["logprobs"])] * 3
+    assert kept["score"].isna().tolist() == [False, True, True]
+    assert ["no value" in kept["error"][1], "one of the choices" in kept["error"][2]] == [True, True]
     lens = result.lens(0, choice="no, never")
     assert lens.logprob == pytest.approx(first["logprobs"][1], abs=1e-6)
     cached = lab.evaluate(rows, "Is it {text}? ", answer="right", metric=metric, cache=tmp_path / "a.db")
@@ -131,6 +142,17 @@ def test_two_evaluations_of_the_same_rows_are_compared(lab):
     assert test.p_value == 0.5
     with pytest.raises(InvalidRequestError, match="different expected"):
         one.compare(lab.evaluate(rows.assign(answer="z"), "{text}", answer="answer"))
+    # pandas converts labels and values to floats if some are missing; stored evaluations have those of JSON.
+    numbers = pd.DataFrame({"text": ["1", "2"], "answer": [1, 3]}, index=[1, 2])
+    first = lab.evaluate(numbers, "{text}", answer="answer", name="numbers")
+    for dtype in ("float64", "int8", "Float64", "float32"):
+        changed = numbers.astype({"answer": dtype}).set_axis(numbers.index.astype(dtype)).iloc[::-1]
+        same = lab.evaluate(changed, "{text}", answer="answer")
+        for each in (first, lab.experiments["numbers"]):
+            assert (each.compare(same).n, same.compare(each).difference) == (2, 0)
+        assert same.lens(1).df["token"][0] == "1"
+    with pytest.raises(InvalidRequestError, match=r'no row is in both .*the labels are 1, 2, .* other one "1", "2"'):
+        first.compare(lab.evaluate(numbers.set_axis(["1", "2"]), "{text}", answer="answer"))
     with pytest.raises(InvalidRequestError, match=r"other is 0\.5"):
         one.compare(0.5)
     with pytest.raises(InvalidRequestError, match="unique index"):
@@ -200,8 +222,9 @@ def test_the_score_of_a_row_with_several_answers_is_their_mean(lab):
     result = lab.evaluate(rows, "{text}", metric=is_right, n=4, name="several")
     assert result.df.index.tolist() == [label for label in "xyz" for _ in range(4)]
     assert result.df["sample"].tolist() == [0, 1, 2, 3] * 3
-    assert (result.score.mean, result.score.n, result.score.method, result.errors) == (0.5, 2, BOOTSTRAP, 4)
-    assert (result.score.low, result.score.high) == (0.25, 0.75)
+    assert (result.score.mean, result.score.n, result.errors) == (0.5, 2, 4)
+    # There are two means, not eight scores.
+    assert "2 scores are too few" in result.score.method
     assert result.pass_at(1).mean == pytest.approx(0.5)
     # The probability that one of two answers is right is 1 - 0 / 6 in the first row, and 1 - 3 / 6 in the second one.
     assert result.pass_at(2).mean == pytest.approx((1 + 0.5) / 2)

@@ -57,6 +57,9 @@ def test_choices_are_compared_by_log_probability_or_by_log_probability_per_chara
     plain, normalized = Choice(list(choices)), Choice(list(choices), normalize=True)
     assert (plain.best(choices, [-3, -4]), normalized.best(choices, [-3, -4])) == (0, 1)
     assert plain.best(choices, [-3, -3]) == 0
+    # As in lm-evaluation-harness, the space between the prompt and the choice is not counted.
+    assert normalized.best((" ab", " abc"), [-2.0, -2.8]) == 1
+    assert normalized.best(("ab", "abc"), [-2.0, -2.8]) == 1
     assert [plain.right(choices, expected) for expected in ("certainly", 1, np.int64(0), " no")] == [1, 1, 0, 0]
     assert [plain.right(choices, expected) for expected in (1.0, np.float32(0))] == [1, 0]
     for expected in ("perhaps", 2, -1, True, 0.5, np.array([0, 1]), np.array(["no", "yes"]), [0], None):

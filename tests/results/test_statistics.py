@@ -16,6 +16,7 @@ from lmx_lab.results.statistics import (
     MCNEMAR,
     NOTHING,
     NUMBERS_PER_CHUNK,
+    PAIRED,
     PERMUTATION,
     SCORE_DRAWS,
     WILSON,
@@ -188,6 +189,41 @@ def test_a_proportion_has_wilson_s_interval_and_another_mean_a_bootstrap_interva
     assert none.n == 0
 
 
+@pytest.mark.parametrize("values", [[0.5], [0.2, 0.9], [0.2, 0.5, 0.9], [0.5] * 10, [1 / 3, 1 - 2 / 3] * 10])
+def test_few_or_equal_scores_have_no_interval_and_say_so(values):
+    score = score_of(values)
+    reason = "are too few for an interval" if len(values) < 6 else "are equal"
+    assert math.isnan(score.low)
+    assert math.isnan(score.high)
+    assert reason in score.method
+    assert str(score) == f"{score.mean:.3f} [-]"
+    test = paired_test(values, [0.0] * len(values))
+    assert (math.isnan(test.low), math.isnan(test.high)) == (True, True)
+    assert reason in test.interval
+    assert reason in str(test)
+    assert ("too few rows differ" in str(test)) is (len(values) < 6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25, 1.0])
+def test_evaluations_without_a_difference_do_not_show_which_is_better(value):
+    test = paired_test([value] * 20, [value] * 20)
+    assert (test.difference, test.p_value) == (0, 1)
+    assert "too few rows differ to tell which is better" in str(test)
+
+
+def test_the_interval_of_paired_proportions_is_that_of_its_authors():
+    # The example of Fagerland, Lydersen and Laake, Statistics in Medicine 33 (2014): 1, 1, 7 and 12 of 21 pairs.
+    test = paired_test([1] + [1] + [0] * 7 + [0] * 12, [1] + [0] + [1] * 7 + [0] * 12)
+    assert (test.interval, test.n, test.better, test.worse) == (PAIRED, 21, 1, 7)
+    assert (test.low, test.high) == pytest.approx((-0.508, -0.013), abs=5e-4)
+
+
+@pytest.mark.parametrize(("rows", "reach"), [(1, 0.92), (3, 0.55), (100, 0.027)])
+def test_equal_evaluations_of_few_rows_have_a_wide_interval(rows, reach):
+    test = paired_test([1] * rows, [1] * rows)
+    assert (-test.low, test.high) == pytest.approx((reach, reach), abs=5e-3)
+
+
 def test_mcnemar_is_the_binomial_test_of_the_rows_that_differ():
     assert mcnemar(2, 8) == pytest.approx(2 * (1 + 10 + 45) / 1024)
     assert mcnemar(5, 5) == mcnemar(0, 0) == 1.0
@@ -208,7 +244,8 @@ def test_sign_flips_approximate_all_permutations():
     exact = sum(each >= abs(sum(differences)) - 1e-9 for each in sums) / len(sums)
     assert sign_flips(np.array(differences)) == pytest.approx(exact, abs=0.01)
     test = paired_test(differences, [0.0] * 8)
-    assert test.method == PERMUTATION
+    assert (test.method, test.interval) == (PERMUTATION, BOOTSTRAP)
+    assert test.low < test.difference < test.high
     assert paired_test([0.5, 0.5], [0.5, 0.5]).p_value == 1.0
     assert math.isnan(paired_test([], []).p_value)
 
