@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +12,9 @@ from typing import Any, ClassVar
 
 from lmx_lab.batch.prompts import RowPrompts
 from lmx_lab.errors import InvalidRequestError, did_you_mean
+from lmx_lab.evals.numbers import read_number
 from lmx_lab.values.integers import integer
 
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 ROUNDING = 1e-6
 """Maximum distance of a score from the range 0 to 1 that is a rounding error, such as that of a cosine similarity."""
 
@@ -121,7 +122,11 @@ class Regex(Metric):
 
 @dataclass(frozen=True, kw_only=True)
 class Numeric(Metric):
-    """The last number in the answer is close to the expected one. Commas between digits are ignored.
+    """The last number in the answer is close to the expected one.
+
+    Numbers are read as people write them: ``1,234.5``, ``1 234``, ``1.234,5``, ``-$3``, ``1 1/2``, ``3e5``, ``10^5``,
+    ``2.5 million``. ``50%`` equals 50 and 0.5. Names such as ``GPT-4`` are left out, and an answer that ends with a
+    range, a date or an expression has no number.
 
     Args:
         relative: Maximum difference as a fraction of the expected number.
@@ -139,14 +144,17 @@ class Numeric(Metric):
                 raise InvalidRequestError(f"{name} is {value!r:.40}; it must be a number, 0 or more", param=name)
 
     def score(self, answer: str, expected: Any) -> float:
-        wanted = _number(str(expected))
-        if wanted is None:
+        wanted, found = read_number(str(expected), is_whole=True), read_number(answer)
+        if not wanted:
             raise InvalidRequestError(f"the expected value is {expected!r:.80}, which is not a number")
-        found = NUMBER.findall(answer)
-        number = _number(found[-1]) if found else None
-        if number is None:
-            return 0.0
-        return float(math.isclose(number, wanted, rel_tol=0, abs_tol=max(self.relative * abs(wanted), self.absolute)))
+        # Of two percentages, or two numbers with a letter, both mean the same unit.
+        pairs = [(found[0], wanted[0])] if len(found) == len(wanted) else itertools.product(found, wanted)
+        return float(
+            any(
+                math.isclose(number, right, rel_tol=0, abs_tol=max(self.relative * abs(right), self.absolute))
+                for number, right in pairs
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -388,11 +396,3 @@ def _compile(pattern: str) -> re.Pattern[str]:
         raise InvalidRequestError(
             f"the regular expression {pattern!r:.80} is malformed: {exc}", param="pattern"
         ) from None
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text.replace(",", ""))
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None

@@ -1,5 +1,7 @@
 """Test which answers each metric counts as right, and which options are refused."""
 
+import decimal
+import fractions
 import math
 import re
 
@@ -34,6 +36,18 @@ from lmx_lab.evals.metrics import FunctionMetric, read_metric
         (Numeric(absolute=0.5), "about 3.4", "3", 1),
         (Numeric(relative=0.1), "2e3", 1900, 1),
         (Numeric(), "no number", 1, 0),
+        (Numeric(), "50%", 50, 1),
+        (Numeric(), "50%", 0.5, 1),
+        (Numeric(), "50%", "50%", 1),
+        (Numeric(), "0.5%", "50%", 0),
+        (Numeric(absolute=0.5), "48%", "50%", 0),
+        (Numeric(), "0.5", "50%", 1),
+        (Numeric(), "5K", "5M", 0),
+        (Numeric(), "2 million", 2, 0),
+        (Numeric(), "about 1,500", "$1.5k", 1),
+        (Numeric(), "0.75", fractions.Fraction(3, 4), 1),
+        (Numeric(), "1e-7", np.float64(1e-7), 1),
+        (Numeric(), "1.10", decimal.Decimal("1.1"), 1),
     ],
 )
 def test_scores(metric, answer, expected, score):
@@ -84,6 +98,11 @@ def test_choices_are_compared_by_log_probability_or_by_log_probability_per_chara
         (lambda: Regex().score("a", "("), "malformed"),
         (lambda: Numeric(absolute=-1), "absolute is -1"),
         (lambda: Numeric().score("1", "one"), "not a number"),
+        (lambda: Numeric().score("7", "5-7"), "not a number"),
+        (lambda: Numeric().score("7", "7 apples"), "not a number"),
+        (lambda: Numeric().score("4", "GPT-4"), "not a number"),
+        (lambda: Numeric().score("1", True), "not a number"),
+        (lambda: Numeric().score("1", float("inf")), "not a number"),
         (lambda: Choice(["a", "a"]), "different, non-empty texts"),
         (lambda: Choice("options").check(["text"]), "columns are text"),
         (lambda: Judge("{answer}", verdicts={"good": 1}), "verdicts"),
