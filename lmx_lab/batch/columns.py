@@ -82,12 +82,18 @@ class TypedColumns:
                 }
                 model = create_model("row", __config__=ConfigDict(extra="forbid"), **fields)
             if isinstance(model, type) and issubclass(model, BaseModel):
-                return cls(
-                    model.model_json_schema(),
+                schemas = [model.model_json_schema(mode=mode) for mode in ("validation", "serialization")]
+                _check_aliases(model.__pydantic_core_schema__)
+                # Columns that are empty in the rows in which the condition excludes their values.
+                fields = {each.serialization_alias or name: each for name, each in model.model_fields.items()}
+                excluded = [name for name, each in fields.items() if each.exclude_if is not None]
+
+                def convert(text: str) -> Any:
                     # Strict types accept texts instead of dates, and lists instead of tuples, only in JSON.
-                    lambda text: model.model_validate_json(text).model_dump(by_alias=True),
-                    model.model_json_schema(mode="serialization"),
-                )
+                    found = model.model_validate_json(text).model_dump(by_alias=True)
+                    return {**dict.fromkeys(excluded), **found} if excluded else found
+
+                return cls(schemas[0], convert, schemas[1])
         except (PydanticUserError, PydanticUndefinedAnnotation) as exc:
             raise InvalidRequestError(f"a type in schema has no JSON schema: {exc.message}", param="schema") from None
         with suppress(TypeError):
@@ -123,6 +129,30 @@ class TypedColumns:
         if self._convert is not None and (absent := [name for name in self.dtypes if name not in value]):
             raise ValueError(f"the serializer of the schema returned no {absent[0]}")
         return {name: _column_value(name, kind, value.get(name)) for name, kind in self.dtypes.items()}
+
+
+def _check_aliases(schema: Any, *, by_name: bool = False) -> None:
+    """Check that each field of a type can be read by a name.
+
+    Args:
+        schema: A part of the type's schema in pydantic.
+        by_name: Whether the type also reads the names of its fields.
+
+    Raises:
+        InvalidRequestError: a field is only read by a path. In pydantic's JSON schema, it has its name instead.
+    """
+    parts = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list | tuple) else ()
+    if isinstance(schema, Mapping):
+        by_name = (schema.get("config") or {}).get("validate_by_name", by_name)
+        alias = schema.get("validation_alias")
+        if isinstance(alias, list) and not by_name and not any(type(path) is list and len(path) == 1 for path in alias):
+            raise InvalidRequestError(
+                f"schema has a field with the validation alias {alias}, which pydantic leaves out of the JSON schema; "
+                "add a name: AliasChoices('name', AliasPath(...))",
+                param="schema",
+            )
+    for part in parts:
+        _check_aliases(part, by_name=by_name)
 
 
 def _is_type(value: Any) -> bool:

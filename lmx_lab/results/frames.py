@@ -237,16 +237,14 @@ class TableRow(dict[str, Any]):
     """A row. Its columns can also be selected by the names of the table that are not texts, such as ``row[0]``."""
 
     @classmethod
-    def of(cls, names: Iterable[Any], values: Iterable[Any], dtypes: Iterable[Any]) -> TableRow:
-        """Create a row, in which a number has the fewest digits that identify it in its type: ``19.99`` in float32."""
-        row = cls()
-        for name, value, dtype in zip(names, values, dtypes, strict=True):
-            kind = type(value) if isinstance(value, np.float32 | np.float16) else NARROW.get(str(dtype))
-            if kind is not None and isinstance(value, float | np.floating):
-                row[str(name)] = float(str(kind(value)))
-            else:
-                row[str(name)] = value
-        return row
+    def of(cls, names: Iterable[Any], values: Iterable[Any], narrow: Iterable[Any]) -> TableRow:
+        """Create a row, in which a number has the fewest digits that identify it in its type: ``19.99`` in float32.
+
+        Args:
+            narrow: The result of ``narrow_types`` for each column.
+        """
+        pairs = zip(names, values, narrow, strict=True)
+        return cls((str(name), _shortest(value, types)) for name, value, types in pairs)
 
     def __missing__(self, name: Any) -> Any:
         if isinstance(name, str):
@@ -255,6 +253,31 @@ class TableRow(dict[str, Any]):
 
     def get(self, name: Any, default: Any = None) -> Any:
         return super().get(str(name), default)
+
+
+def narrow_types(dtype: Any) -> Any:
+    """Return the type of a column if its numbers have fewer digits than those of Python, otherwise None. For objects
+    with fields, this is a dictionary of the types of the fields, and for lists the type of their elements.
+    """
+    dtype = getattr(dtype, "pyarrow_dtype", dtype)
+    for name in ("inner", "value_type", "item_type"):
+        if (elements := getattr(dtype, name, None)) is not None:
+            return narrow_types(elements)
+    if isinstance(fields := getattr(dtype, "fields", None), list):
+        return {each.name: narrow_types(getattr(each, "dtype", None) or each.type) for each in fields}
+    categories = getattr(getattr(dtype, "categories", None), "dtype", dtype)
+    return NARROW.get(str(categories))
+
+
+def _shortest(value: Any, narrow: Any) -> Any:
+    if isinstance(value, np.float32 | np.float16):
+        return float(str(value))
+    if type(value) in (list, tuple):
+        return type(value)(_shortest(each, narrow) for each in value)
+    if type(value) is dict:
+        types = narrow if isinstance(narrow, dict) else dict.fromkeys(value, narrow)
+        return {name: _shortest(each, types.get(name)) for name, each in value.items()}
+    return float(str(narrow(value))) if isinstance(narrow, type) and isinstance(value, float) else value
 
 
 def read_source(data: Any) -> RowSource:
@@ -286,8 +309,8 @@ def read_source(data: Any) -> RowSource:
         return _listed_source(data)
     if len(set(columns)) < len(columns):
         raise InvalidRequestError(f"two columns have the same name: {', '.join(columns)}; rename one", param="frame")
-    kinds = list(map(str, dtypes))
-    rows = ((label, TableRow.of(columns, row, kinds)) for label, row in zip(index, values, strict=True))
+    narrow = list(map(narrow_types, dtypes))
+    rows = ((label, TableRow.of(columns, row, narrow)) for label, row in zip(index, values, strict=True))
     return RowSource(rows=rows, columns=columns, index=index, library=library)
 
 
@@ -317,14 +340,14 @@ def _listed_row(at: int, value: Any) -> TableRow:
         InvalidRequestError: the value is a tuple or another collection, whose prompt would be the text of the object.
     """
     if isinstance(value, Mapping):
-        return TableRow.of(value, value.values(), itertools.repeat("", len(value)))
+        return TableRow.of(value, value.values(), itertools.repeat(None, len(value)))
     if is_dataclass(value) or (isinstance(value, Iterable) and not isinstance(value, str)):
         raise InvalidRequestError(
             f"row {at} has the type {type(value).__name__}, and its values have no names of columns; pass the data "
             "frame, the table or the array itself, or convert each row to a dictionary",
             param="frame",
         )
-    return TableRow.of([TEXT], [value], [""])
+    return TableRow.of([TEXT], [value], [None])
 
 
 def to_table(data: Any) -> Any:

@@ -137,7 +137,16 @@ class Listed(BaseModel):
 
 
 class Nested(BaseModel):
-    a: list[int] = Field(validation_alias=AliasPath("a", 0))
+    a: int = Field(default=0, validation_alias=AliasPath("b", "a"))
+
+
+class Named(Nested):
+    model_config = pydantic.ConfigDict(validate_by_name=True)
+
+
+class Conditional(BaseModel):
+    days: int = Field(serialization_alias="Days", exclude_if=lambda days: days == 0)
+    one: int = Field(validation_alias=AliasChoices(AliasPath("b", 0), "first"))
 
 
 class Node(BaseModel):
@@ -155,6 +164,11 @@ def test_the_columns_of_a_model_are_those_of_its_serialization():
     assert TypedColumns.of({"trip": Written}).values('{"trip":{"days":3}}') == {"trip": {"days": "3 days", "far": True}}
     assert TypedColumns.of(Node).dtypes == {"name": "text", "children": "object"}
     assert TypedColumns.of(Node).values('{"name":"a","children":[]}') == {"name": "a", "children": []}
+    # A value is left out in the rows in which its condition excludes it; the other columns are not affected.
+    conditional = TypedColumns.of(Conditional)
+    assert conditional.dtypes == {"Days": "Int64", "one": "Int64"}
+    assert [conditional.values(f'{{"days":{days},"first":1}}')["Days"] for days in (0, 2)] == [None, 2]
+    assert TypedColumns.of(Named).values('{"a":3}') == {"a": 3}
     assert TypedColumns.of(pydantic.RootModel[datetime.date]).values('"2026-01-02"') == {"value": NOON.date()}
 
 
@@ -165,7 +179,6 @@ def test_the_columns_of_a_model_are_those_of_its_serialization():
         (Flag, '{"far":true}', "far is 'yes'"),
         (Other, '{"days":3}', "returned no days"),
         (Listed, '{"days":3}', "not an object"),
-        (Nested, '{"a":[3]}', "valid array"),
         ({"v": float}, '{"v":1e999}', "1e999 is too large"),
         ({"v": list[float]}, '{"v":[-1e999]}', "-1e999 is too large"),
         ({"v": Any}, '{"v":{"w":1e400}}', "1e400 is too large"),
@@ -185,6 +198,13 @@ def test_values_that_do_not_fit_their_column_are_errors(schema, text, message):
 @pytest.mark.parametrize("schema", [{"v": [float]}, {"v": object()}, {"v": "int", "w": int}, [], 3])
 def test_a_schema_that_is_no_schema_is_refused(schema):
     with pytest.raises(InvalidRequestError, match="pass a JSON schema"):
+        TypedColumns.of(schema)
+
+
+@pytest.mark.parametrize("schema", [Nested, {"v": list[Nested]}, pydantic.RootModel[Nested]])
+def test_a_field_that_only_a_path_reads_is_refused(schema):
+    # Its JSON schema has the name of the field, which pydantic would ignore in the answer.
+    with pytest.raises(InvalidRequestError, match=r"validation alias \['b', 'a'\].*add a name: AliasChoices"):
         TypedColumns.of(schema)
 
 

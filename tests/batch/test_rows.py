@@ -109,6 +109,41 @@ def test_narrow_floats_have_their_shortest_text(lab, table):
         assert result.score.mean == 1
 
 
+PRICES = pyarrow.array(
+    [{"a": 19.99, "b": [0.1], "c": 0.1}],
+    pyarrow.struct({"a": pyarrow.float32(), "b": pyarrow.list_(pyarrow.float32(), 1), "c": pyarrow.float64()}),
+)
+OBJECTS = [{"a": np.float32(19.99), "b": [np.float16(0.1)], "c": 0.1}]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pd.DataFrame({"v": OBJECTS}),
+        pd.DataFrame({"v": pd.Series(PRICES, dtype=pd.ArrowDtype(PRICES.type))}),
+        polars.DataFrame({"v": PRICES}),
+        pyarrow.table({"v": PRICES}),
+        [{"v": OBJECTS[0]}],
+        pd.DataFrame({"v": pd.Series(OBJECTS)}).to_numpy(),
+    ],
+    ids=["pandas", "pandas with types of pyarrow", "polars", "pyarrow", "list", "array"],
+)
+def test_narrow_floats_in_lists_and_dictionaries_have_their_shortest_text(lab, table):
+    (answer,) = lab.map(table, lambda row: str(*row.values()))["answer"].to_numpy()
+    assert answer == "{'a': 19.99, 'b': [0.1], 'c': 0.1}"
+
+
+def test_narrow_floats_in_maps_tuples_and_categories_have_their_shortest_text(lab):
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.float32())
+    columns = {
+        "map": pyarrow.array([[("a", 0.1)]], kind),
+        "categories": pyarrow.array([0.1], pyarrow.float32()).dictionary_encode(),
+    }
+    assert lab.map(pyarrow.table(columns), "{map} {categories}")["answer"].to_pylist() == ["[('a', 0.1)] 0.1"]
+    frame = pd.DataFrame({"tuple": [(NARROW[0], 1)], "categories": pd.Categorical(NARROW[:1])})
+    assert lab.map(frame, "{tuple} {categories}")["answer"].tolist() == ["(19.99, 1) 19.99"]
+
+
 def test_missing_narrow_floats_are_errors_of_their_rows(lab):
     for column in (pd.array([None, 1.5], dtype="Float32"), np.array([np.nan, 1.5], np.float32)):
         answers = lab.map(pd.DataFrame({"price": column}), "{price}")
