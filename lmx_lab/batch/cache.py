@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lmx_lab.batch.answers import DTYPES, RowAnswer, answer_row
-from lmx_lab.errors import LabError
+from lmx_lab.errors import InvalidRequestError, LabError
 from lmx_lab.results.database import open_database
 from lmx_lab.results.frames import make_table
 
@@ -43,7 +43,12 @@ class AnswerCache:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
-        self.path = Path(path).expanduser().absolute()
+        try:
+            self.path = Path(path).expanduser().absolute()
+        except TypeError:
+            raise InvalidRequestError(
+                f"cache is {path!r:.80}; pass the path of a file, such as 'answers.db'", param="cache"
+            ) from None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lmx-lab-batch")
         self._connection = open_database(
             self.path,

@@ -134,6 +134,7 @@ async def prepare_run(
     source: RowSource,
     prompts: RowPrompts,
     columns: TypedColumns | None,
+    scoring: Mapping[str, Any] | None = None,
     /,
     *,
     n: int = 1,
@@ -144,7 +145,11 @@ async def prepare_run(
     labs: Sequence[HasBackend] = (),
     **parameters: Any,
 ) -> tuple[BatchRun, AnswerCache | None]:
-    """Check the arguments of ``map``, and return the run and its cache. Has steps."""
+    """Check the arguments of ``map``, and return the run and its cache. Has steps.
+
+    Args:
+        scoring: The options ``choices`` and ``chat_template`` of a run that scores choices.
+    """
     n, seed = whole_number(n, "n", low=1), None if seed is None else whole_number(seed, "seed")
     check_parameters(parameters, errors=errors, retry=retry)
     find = partial(loaded_model, hashed=cache is not None)
@@ -161,6 +166,7 @@ async def prepare_run(
         seed=seed,
         errors=errors,
         retry=retry,
+        **(scoring or {}),
     )
     stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
     return BatchRun(backend, loaded, source, options, cache=stored, others=others), stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from string import Formatter
 from typing import Any
 
@@ -19,7 +20,7 @@ class RowPrompts:
 
     Args:
         source: A template, in which ``{name}`` is replaced by the value of a column; messages whose texts are
-            templates; or a function that is called with the row and returns a text or messages.
+            templates; or a function that is called with a copy of the row and returns a text or messages.
 
     Raises:
         InvalidRequestError: the source is none of these, or a template is malformed.
@@ -67,7 +68,7 @@ class RowPrompts:
         if not callable(source):
             return [self._fill_message(message, row) for message in source]
         try:
-            made = source(row)
+            made = source(copy(row))
         except Exception as exc:
             raise InvalidRequestError(f"the prompt function raised {type(exc).__name__}: {exc}") from exc
         is_list = isinstance(made, Sequence) and all(isinstance(message, Mapping) for message in made)

@@ -10,16 +10,16 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from lmx_lab.backend import Backend, HasBackend
 from lmx_lab.batch.answers import RowAnswer
-from lmx_lab.batch.cache import AnswerCache
-from lmx_lab.batch.map import answer_all, check_parameters, map_rows, prepare_run, request_maker
+from lmx_lab.batch.map import answer_all, map_rows, prepare_run
 from lmx_lab.batch.prompts import PromptSource, Row, RowPrompts, is_missing
-from lmx_lab.batch.run import UNFINISHED, BatchOptions, BatchRun
+from lmx_lab.batch.run import UNFINISHED
 from lmx_lab.batch.servers import LoadedModel, loaded_model
 from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, LabError
@@ -82,10 +82,11 @@ async def evaluate(
     if isinstance(table.metric, Judge):
         # Before the first row is answered, because there are no scores without a judge.
         judging = await _loaded(_judging_backend(backend, table.metric))
+    scoring = None
     if isinstance(table.metric, Choice):
-        run, stored = await _scoring_run(backend, table, loaded, **parameters)
-    else:
-        run, stored = await prepare_run(backend, table.source, table.prompts, None, **parameters)
+        _check_choices(table.metric, parameters)
+        scoring = {"choices": table.metric.of_row, "chat_template": table.metric.chat_template}
+    run, stored = await prepare_run(backend, table.source, table.prompts, None, scoring, **parameters)
     interrupted = await answer_all(backend, run, table.source, None, stored)
     facts = table.facts(loaded, prompt, parameters, started_at=started_at, name=name, judging=judging)
     result = Evaluation(facts, [], backend=backend, index=table.source.index)
@@ -190,7 +191,8 @@ class _Table:
 
     def _scored(self, found: EvaluatedRow, row: Row, not_scored: str | None) -> EvaluatedRow:
         """Return a row with its score, or with ``not_scored`` as its error."""
-        metric, expected = self.metric, row if self._answer is None else found.expected
+        # A function gets a copy, which it can change.
+        metric, expected = self.metric, copy(row) if self._answer is None else found.expected
         if found.error is not None or not_scored is not None:
             return replace(found, error=found.error or not_scored)
         try:
@@ -249,39 +251,20 @@ class _Table:
         )
 
 
-async def _scoring_run(
-    backend: Backend,
-    table: _Table,
-    loaded: LoadedModel,
-    *,
-    cache: str | os.PathLike[str] | None = None,
-    errors: Literal["row", "raise"] = "row",
-    retry: Literal["errors"] | None = None,
-    **parameters: Any,
-) -> tuple[BatchRun, AnswerCache | None]:
-    """Check the arguments, and return the run that scores the choices of all rows, and its cache. Has steps."""
-    metric = table.metric
-    assert isinstance(metric, Choice)
+def _check_choices(metric: Choice, parameters: Mapping[str, Any]) -> None:
+    """Check that no parameter has a meaning only for answers that are generated.
+
+    Raises:
+        InvalidRequestError: there is one.
+    """
     if "n" in parameters:
         raise InvalidRequestError("choices are scored and not generated; leave n out", param="n")
     if "labs" in parameters:
         raise InvalidRequestError("one lab scores the choices of all rows; leave labs out", param="labs")
-    check_parameters(parameters, errors=errors, retry=retry)
     if not metric.chat_template and parameters.get("system") is not None:
         raise InvalidRequestError(
             "system is part of a chat; without chat_template, put it into the prompt", param="system"
         )
-    options = BatchOptions(
-        prompts=table.prompts,
-        make_request=request_maker({**parameters, "model": loaded.id}),
-        parameters=frozenset(parameters),
-        choices=metric.of_row,
-        chat_template=metric.chat_template,
-        errors=errors,
-        retry=retry,
-    )
-    stored = None if cache is None else await in_thread(lambda: AnswerCache(cache))
-    return BatchRun(backend, loaded, table.source, options, cache=stored), stored
 
 
 async def _loaded(backend: Backend) -> LoadedModel:

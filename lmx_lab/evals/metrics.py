@@ -225,9 +225,15 @@ class Choice(Metric):
             return choices.index(expected)
         # Floats are accepted, because pandas converts a column of integers to floats if a value is missing.
         is_number = isinstance(expected, Real) and not isinstance(expected, bool)
-        if is_number and expected in range(len(choices)):
-            return int(expected)
         stripped = [choice.strip() for choice in choices]
+        if is_number and expected in range(len(choices)):
+            index, text = int(expected), f"{expected:.0f}"
+            if text in stripped and stripped[index] != text:
+                raise InvalidRequestError(
+                    f"the expected value {expected!r} is the index of the choice {choices[index]!r:.80}, and also the "
+                    "text of another one; convert the column to the texts of the right choices"
+                )
+            return index
         if isinstance(expected, str) and stripped.count(expected.strip()) == 1:
             return stripped.index(expected.strip())
         raise InvalidRequestError(

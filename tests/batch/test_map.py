@@ -196,6 +196,7 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab):
         ({"n": 0}, "n is 0"),
         ({"errors": "ignore"}, "errors"),
         ({"retry": "all"}, "retry"),
+        ({"cache": True}, "cache is True"),
         ({"frame": 5}, "data frame"),
     ],
 )

@@ -78,6 +78,16 @@ def test_functions_see_the_expected_value_or_the_row(lab):
     assert by_row.failures.index.tolist() == [0]
 
 
+def test_functions_can_change_their_row(lab):
+    rows = pd.DataFrame({"text": ["a", "b"], "n": ["a", "x"]})
+    unchanged = lab.evaluate(rows, "{text}", answer="n", store=False)
+    changed = lab.evaluate(rows, lambda row: row.pop("text"), answer="n", store=False)
+    assert (changed.df["score"].tolist(), changed.facts.frame) == ([1, 0], unchanged.facts.frame)
+    by_row = lab.evaluate(rows, "{text}", metric=lambda answer, row: row.pop("n") == answer, n=2, store=False)
+    assert by_row.df["score"].tolist() == [1, 1, 0, 0]
+    assert by_row.facts.frame == unchanged.facts.frame
+
+
 def test_a_row_whose_score_is_invalid_keeps_its_answer(lab):
     class Known(Metric):
         @property

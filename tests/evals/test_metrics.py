@@ -79,6 +79,10 @@ def test_choices_are_compared_by_log_probability_or_by_log_probability_per_chara
     for expected in ("perhaps", 2, -1, True, 0.5, np.array([0, 1]), np.array(["no", "yes"]), [0], None):
         with pytest.raises(InvalidRequestError, match="one of the choices"):
             plain.right(choices, expected)
+    # A number that is also a text is refused unless both are the same choice.
+    assert plain.right(("0", "1", "2"), 1) == 1
+    with pytest.raises(InvalidRequestError, match=r"1 is the index of the choice '2', and also the text"):
+        plain.right(("1", "2"), 1)
     by_row = Choice("options")
     assert by_row.of_row({"options": np.array(["a", "b", "c"])}) == ("a", "b", "c")
     for wrong in (None, "ab", ["a"], ["a", "a"], ["a", 1], ["a", ""]):
