@@ -13,15 +13,14 @@ from lmx_lab.backend import Backend, HasBackend
 from lmx_lab.batch.answers import answer_table, check_names
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
-from lmx_lab.batch.prompts import Prompt, PromptSource, RowPrompts
-from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, MakeRequest, Retry
+from lmx_lab.batch.prompts import PromptSource, RowPrompts
+from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, Retry
 from lmx_lab.batch.servers import loaded_model, same_models
 from lmx_lab.blocking import END, End, Portal, Stream, in_thread, on_loop
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import RowSource, read_source
 from lmx_lab.values.integers import whole_number
-from lmx_lab.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -149,17 +148,29 @@ async def prepare_run(
 
     Args:
         scoring: The options ``choices`` and ``chat_template`` of a run that scores choices.
+
+    Raises:
+        InvalidRequestError: an argument is invalid for any row.
     """
     n, seed = whole_number(n, "n", low=1), None if seed is None else whole_number(seed, "seed")
-    check_parameters(parameters, errors=errors, retry=retry)
+    for name, remedy in NOT_USED.items():
+        if name in parameters:
+            raise InvalidRequestError(f"map has no parameter {name}: {remedy}", param=name)
+    if errors not in ("row", "raise"):
+        raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
+    if retry not in (None, "errors"):
+        raise InvalidRequestError(f"retry is {retry!r:.40}; it must be 'errors' or None", param="retry")
     find = partial(loaded_model, hashed=cache is not None)
     loaded, others = await on_loop(backend.portal, same_models(backends_of(backend, labs), find))
     if columns is not None:
         schema = {"name": "row", "schema": dict(columns.json_schema)}
         parameters["response_format"] = {"type": "json_schema", "json_schema": schema}
+    fields = {**parameters, "model": loaded.id}
+    # Sampling parameters are invalid for any prompt.
+    chat_request("x", fields)
     options = BatchOptions(
         prompts=prompts,
-        make_request=request_maker({**parameters, "model": loaded.id}),
+        make_request=lambda prompt: chat_request(prompt, fields),
         parameters=frozenset(parameters),
         columns=columns,
         n=n,
@@ -221,32 +232,3 @@ def backends_of(backend: Backend, labs: Sequence[HasBackend]) -> list[Backend]:
     for each in labs:
         backends.setdefault(each.backend.url, each.backend)
     return list(backends.values())
-
-
-def request_maker(fields: Mapping[str, Any]) -> MakeRequest:
-    """Return the function that creates the request for a prompt.
-
-    Raises:
-        InvalidRequestError: a parameter is invalid for any prompt.
-    """
-
-    def make_request(prompt: Prompt) -> ChatRequest:
-        return chat_request(prompt, fields)
-
-    make_request("x")
-    return make_request
-
-
-def check_parameters(parameters: Mapping[str, Any], *, errors: object, retry: object) -> None:
-    """Check the arguments of ``map`` that are the same for all rows, except sampling parameters.
-
-    Raises:
-        InvalidRequestError: one of them is invalid.
-    """
-    for name, remedy in NOT_USED.items():
-        if name in parameters:
-            raise InvalidRequestError(f"map has no parameter {name}: {remedy}", param=name)
-    if errors not in ("row", "raise"):
-        raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
-    if retry not in (None, "errors"):
-        raise InvalidRequestError(f"retry is {retry!r:.40}; it must be 'errors' or None", param="retry")

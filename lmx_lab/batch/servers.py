@@ -160,11 +160,6 @@ class RowServer:
         }
 
 
-def next_server(servers: Sequence[RowServer]) -> RowServer | None:
-    """Return the server that gets the next row, the one with the lowest occupancy; None if none of them has room."""
-    return min((each for each in servers if each.has_room), key=lambda each: each.occupancy, default=None)
-
-
 async def same_models(backends: Sequence[Backend], find: FindModel) -> tuple[LoadedModel, list[RowServer]]:
     """Return the model of the first server, and the other servers, which must have the same model.
 
@@ -266,8 +261,10 @@ class ServerRun(ABC, Generic[ItemT]):
 
     def _start_tasks(self) -> None:
         while self._ready and not self._stopped and self._failure is None:
-            if (server := next_server(self._servers)) is None:
+            free = [each for each in self._servers if each.has_room]
+            if not free:
                 return
+            server = min(free, key=lambda each: each.occupancy)
             server.begin()
             self._start(self._use(server, self._ready.popleft()), "answer a row")
 

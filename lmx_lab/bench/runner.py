@@ -18,6 +18,7 @@ from lmx_lab.bench.case import Case, Closed, number_repeats
 from lmx_lab.bench.load_generator import SILENCE_S, CaseRun, Run
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.bench.storage import Recorder
+from lmx_lab.bench.summaries import show_as_summary
 from lmx_lab.bench.targets import ChatTarget, EngineSide, Target, as_target, engine_sides
 from lmx_lab.blocking import Portal, on_loop, run_steps
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
@@ -236,6 +237,7 @@ class Measurement:
         table.attrs["rounds"] = {"finished": self._finished, "planned": len(self._missing)}
         path = None if self._recorder is None else self._recorder.path
         table.attrs["path"] = None if path is None else str(path)
+        show_as_summary(table)
         return table
 
     async def _measure(self) -> None:

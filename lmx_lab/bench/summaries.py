@@ -135,6 +135,21 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
     return result
 
 
+def show_as_summary(table: pd.DataFrame) -> None:
+    """Let notebooks show a table of requests as the first columns of its summary. ``table.df`` is a plain data frame,
+    which notebooks show with all columns, and so are copies and selections of the table.
+    """
+    plain = table.copy(deep=False)
+
+    def shown() -> str:
+        cases: Any = summary(plain).loc[:, :"e2e_ms"].round(3)
+        return f"{cases._repr_html_()}<div>Summary of {len(plain)} requests, which .df lists.</div>"
+
+    # Assigned in this way, because pandas takes a data frame for a new column and warns.
+    for name, value in (("df", plain), ("_repr_html_", shown)):
+        object.__setattr__(table, name, value)
+
+
 def _summarize(group: pd.DataFrame, level: float) -> dict[str, Any]:
     good = successful(group)
     cells: dict[str, Any] = {

@@ -84,7 +84,15 @@ async def evaluate(
         judging = await _loaded(_judging_backend(backend, table.metric))
     scoring = None
     if isinstance(table.metric, Choice):
-        _check_choices(table.metric, parameters)
+        # Parameters of generated answers.
+        if "n" in parameters:
+            raise InvalidRequestError("choices are scored and not generated; leave n out", param="n")
+        if "labs" in parameters:
+            raise InvalidRequestError("one lab scores the choices of all rows; leave labs out", param="labs")
+        if not table.metric.chat_template and parameters.get("system") is not None:
+            raise InvalidRequestError(
+                "system is part of a chat; without chat_template, put it into the prompt", param="system"
+            )
         scoring = {"choices": table.metric.of_row, "chat_template": table.metric.chat_template}
     run, stored = await prepare_run(backend, table.source, table.prompts, None, scoring, **parameters)
     interrupted = await answer_all(backend, run, table.source, None, stored)
@@ -248,22 +256,6 @@ class _Table:
                 },
             },
             machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        )
-
-
-def _check_choices(metric: Choice, parameters: Mapping[str, Any]) -> None:
-    """Check that no parameter has a meaning only for answers that are generated.
-
-    Raises:
-        InvalidRequestError: there is one.
-    """
-    if "n" in parameters:
-        raise InvalidRequestError("choices are scored and not generated; leave n out", param="n")
-    if "labs" in parameters:
-        raise InvalidRequestError("one lab scores the choices of all rows; leave labs out", param="labs")
-    if not metric.chat_template and parameters.get("system") is not None:
-        raise InvalidRequestError(
-            "system is part of a chat; without chat_template, put it into the prompt", param="system"
         )
 
 

@@ -305,6 +305,7 @@ class Lab:
         record: bool | Path | str = True,
     ) -> pd.DataFrame:
         """Measure the loaded model over HTTP, and return a table with one row for each request, failed ones included.
+        Notebooks show its summary; ``.df`` shows the rows.
 
         ``lmx_lab.bench.summary`` computes medians with intervals from the table, ``lmx_lab.bench.by_concurrency`` plots
         it. The table also has the server's own measurements: ``queue_ms``, ``server_ttft_ms`` and so on.

@@ -1,10 +1,13 @@
 """Test ``lab.bench`` on both loops, here and elsewhere."""
 
+import pickle
 import signal
 import threading
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from IPython.core.formatters import HTMLFormatter
 
 import lmx_lab
 from lmx_lab.bench import EngineTarget, load, summary
@@ -72,6 +75,14 @@ def test_bench_measures_the_lab_and_stores_the_run_in_its_home(lab, home):
 
 def test_the_table_has_the_servers_own_measurements(lab):
     rows = lab.bench(**SMALL, concurrency=1, record=False)
+    # A notebook shows few columns of each case; the table itself, copies and selections are data frames.
+    shown = HTMLFormatter()(rows)
+    assert (shown.count("<tr"), "total_tok_s" in shown, "prompt_hash" in shown) == (2, True, False)
+    assert "Summary of 4 requests, which .df lists" in shown
+    for table in (rows.df, rows.copy(), rows[rows["error"].isna()], pickle.loads(pickle.dumps(rows))):
+        assert "prompt_hash" in table.iloc[:, -3:]._repr_html_()
+        pd.testing.assert_frame_equal(table, rows)
+        assert table.attrs == rows.attrs
     assert rows[BY_SERVER].notna().all(axis=None)
     # The server measures from the arrival to its first token, the client from sending to receiving it.
     assert (rows["server_ttft_ms"] < rows["ttft_ms"]).all()
