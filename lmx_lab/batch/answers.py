@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from lmx_lab.batch.columns import TypedColumns
-from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.frames import Dtype, RowSource, make_table
 
 DTYPES: Mapping[str, Dtype] = {
@@ -52,20 +51,6 @@ class RowAnswer:
     """Id of the request: ``lab.requests[request_id]`` returns its record. None for an attached lab."""
     logprobs: Sequence[float] | None = None
     """Log-probability of each choice after the prompt; None if the row has no choices."""
-
-
-def check_names(columns: TypedColumns) -> None:
-    """Check that no column of a schema has the name of a column that each table of answers has.
-
-    Raises:
-        InvalidRequestError: a column has such a name.
-    """
-    for name in columns.dtypes:
-        if name in DTYPES or name == SAMPLE:
-            raise InvalidRequestError(
-                f"the schema has a column {name!r}, but each table of answers already has one; rename it",
-                param="schema",
-            )
 
 
 def answer_row(answer: RowAnswer, values: Mapping[str, Any], *, sample: int | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.arguments import chat_request
 from lmx_lab.backend import Backend, HasBackend
-from lmx_lab.batch.answers import answer_table, check_names
+from lmx_lab.batch.answers import DTYPES, SAMPLE, answer_table
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import PromptSource, RowPrompts
@@ -104,8 +104,12 @@ async def map_rows(
     if source.columns is not None:
         prompts.check(source.columns)
     columns = None if schema is None else TypedColumns.of(schema)
-    if columns is not None:
-        check_names(columns)
+    for name in () if columns is None else columns.dtypes:
+        if name in DTYPES or name == SAMPLE:
+            raise InvalidRequestError(
+                f"the schema has a column {name!r}, but each table of answers already has one; rename it",
+                param="schema",
+            )
     run, stored = await prepare_run(
         backend,
         source,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from lmx_lab.batch.vectors import (
     embedding_model,
     matrix_of,
     most_similar,
-    settings_key,
+    problem_of,
     texts_of,
 )
 from lmx_lab.blocking import in_thread, on_loop
@@ -76,6 +77,10 @@ async def embed_frame(
         raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
     source = read_source(frame)
     labels, texts = texts_of(source, column)
+    if errors == "raise":
+        for label, text in zip(labels, texts, strict=True):
+            if (problem := problem_of(text)) is not None:
+                raise InvalidRequestError(f"row {label!r:.80}: {problem}", param="frame")
     settings = {"dimensions": dimensions, "input_type": input_type, "truncate": truncate}
     run, interrupted = await _embed_texts(
         backend,
@@ -85,7 +90,6 @@ async def embed_frame(
         settings,
         cache=cache,
         errors=errors,
-        labels=labels if errors == "raise" else None,
         labs=labs,
     )
     vectors: pd.DataFrame = _vectors_of(run, source)
@@ -177,15 +181,12 @@ async def _embed_texts(
     *,
     cache: str | os.PathLike[str] | None,
     errors: Errors = "row",
-    labels: Sequence[Any] | None = None,
     labs: Sequence[HasBackend] = (),
 ) -> tuple[EmbeddingRun, bool]:
     """Compute the vectors of texts, and return the run and whether it was interrupted. Has steps.
 
     Args:
         source: The rows from which the texts were read.
-        labels: Labels of the rows, for an error of the whole call if a value is not a text; None if that is an error of
-            its row.
         labs: Other labs that also compute vectors.
     """
     backends = backends_of(backend, labs)
@@ -199,14 +200,13 @@ async def _embed_texts(
         texts,
         lambda some: embeddings_body(some, model=loaded.id, **settings),
         name=model,
-        key=settings_key(loaded, settings),
+        # Identifies the model and the settings in the cache. NumPy numbers are converted to those of Python.
+        key=json.dumps(["vector", loaded.key, settings], sort_keys=True, default=lambda number: number.item()),
         errors=errors,
         cache=stored,
     )
     interrupted, began = False, time.monotonic()
     try:
-        if labels is not None:
-            run.check_values(labels)
         try:
             with counter("embed", backend) as bar:
                 while await on_loop(backend.portal, run.step()):

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -239,16 +239,6 @@ class EmbeddingRun(ServerRun[list[str]]):
     def _key_of(self, text: str) -> str:
         return hashlib.sha256(json.dumps([self._key, text]).encode()).hexdigest()[:32]
 
-    def check_values(self, labels: Sequence[Any]) -> None:
-        """Check that all values are texts.
-
-        Raises:
-            InvalidRequestError: one is not.
-        """
-        for label, text in zip(labels, self._texts, strict=True):
-            if (problem := _problem(text)) is not None:
-                raise InvalidRequestError(f"row {label!r:.80}: {problem}", param="frame")
-
     def vectors(self) -> list[Vectors | None]:
         """Return the vector of each text; None if it was not computed."""
         return [self._vectors.get(text) if isinstance(text, str) else None for text in self._texts]
@@ -256,7 +246,7 @@ class EmbeddingRun(ServerRun[list[str]]):
     def errors(self) -> list[str | None]:
         """Return for each text why it has no vector; None if it has one."""
         return [
-            _problem(text) or (None if text in self._vectors else self._failures.get(text, UNFINISHED.error))
+            problem_of(text) or (None if text in self._vectors else self._failures.get(text, UNFINISHED.error))
             for text in self._texts
         ]
 
@@ -292,12 +282,6 @@ def _is_same(vector: Vectors, other: Vectors) -> bool:
     return float(vector @ other) >= 0.999 * float(np.linalg.norm(vector) * np.linalg.norm(other))
 
 
-def settings_key(model: LoadedModel, settings: Mapping[str, Any]) -> str:
-    """Return the text that identifies a model and the settings of its vectors in the cache."""
-    # NumPy numbers are converted to those of Python.
-    return json.dumps(["vector", model.key, settings], sort_keys=True, default=lambda number: number.item())
-
-
 def divide_texts(texts: Iterable[str]) -> list[list[str]]:
     """Divide texts into requests."""
     requests: list[list[str]] = []
@@ -311,7 +295,8 @@ def divide_texts(texts: Iterable[str]) -> list[list[str]]:
     return requests
 
 
-def _problem(text: Any) -> str | None:
+def problem_of(text: Any) -> str | None:
+    """Return why a value of a column has no vector; None if it is a text."""
     if not isinstance(text, str):
         if is_missing(text):
             return "the text is missing"

@@ -101,10 +101,8 @@ class Experiments(Sequence[Evaluation]):
             "metric": str(facts.settings.get("metric", {}).get("name", "")),
             "rows": len(evaluation.rows),
             "errors": evaluation.errors,
-            "score": score.mean if score.n else None,
-            "low": score.low if score.n else None,
-            "high": score.high if score.n else None,
-            "method": score.method,
+            # SQLite stores NaN as NULL.
+            **{"score": score.mean, "low": score.low, "high": score.high, "method": score.method},
             "data": zlib.compress(to_json(data).encode()),
         }
         sql = f"INSERT INTO experiments ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
@@ -154,9 +152,6 @@ class Experiments(Sequence[Evaluation]):
         if not found:
             raise IndexError(f"there is no experiment {at}; {len(self)} are stored")
         return found[0]
-
-    def __iter__(self) -> Iterator[Evaluation]:
-        return (self[at] for at in range(len(self)))
 
     @property
     def df(self) -> pd.DataFrame:

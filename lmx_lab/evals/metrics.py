@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from lmx_lab.batch.prompts import RowPrompts
 from lmx_lab.errors import InvalidRequestError, did_you_mean
 from lmx_lab.evals.numbers import read_number
+from lmx_lab.evals.rows import to_plain
 from lmx_lab.values.integers import integer
 
 ROUNDING = 1e-6
@@ -27,7 +28,7 @@ class Metric:
     @property
     def settings(self) -> dict[str, Any]:
         """The name of the metric and its options as JSON values, for stored experiments."""
-        options = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        options = {each.name: to_plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
         return {"name": self.name, **options}
 
     def check(self, columns: Sequence[str]) -> None:
@@ -181,11 +182,6 @@ class Choice(Metric):
     def __post_init__(self) -> None:
         named = self.choices if integer(self.choices) is None else str(self.choices)
         object.__setattr__(self, "choices", named if isinstance(named, str) else read_choices(named))
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        choices = self.choices if isinstance(self.choices, str) else list(self.choices)
-        return {**super().settings, "choices": choices}
 
     def check(self, columns: Sequence[str]) -> None:
         if isinstance(self.choices, str) and self.choices not in columns:

@@ -11,7 +11,7 @@ import pytest
 from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.evaluation import Evaluation
-from lmx_lab.evals.exports import ExportedRun, inspect_log
+from lmx_lab.evals.exports import ExportedRun, figures, inspect_log
 from lmx_lab.results.statistics import score_of
 from tests.support.samples import FACTS, ROWS
 
@@ -154,6 +154,7 @@ def test_samples_with_the_same_label_and_evaluations_without_a_score_have_a_log(
 def test_a_log_of_inspect_contains_rows_whose_prompt_is_not_valid(prompt, messages):
     row = replace(ROWS[2], prompt=prompt)
     run = ExportedRun(facts=FACTS, score=score_of([]), errors=1, frame=Evaluation(FACTS, [row]).df)
+    assert figures(run) == {"rows": 1, "errors": 1}
     (sample,) = inspect_log(run, [row])["samples"]
     assert [(each["role"], each["content"]) for each in sample["messages"]] == messages
 
