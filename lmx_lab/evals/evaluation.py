@@ -392,7 +392,7 @@ class Evaluation:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        value = "\n".join(str(message.get("content")) for message in value if isinstance(message, Mapping))
+    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
+        value = "\n".join(str(message.get("content")) for message in value)
     text = "" if value is None else str(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"

@@ -112,15 +112,17 @@ def to_json(value: Any) -> str:
 
 
 def comparable(value: Any) -> str:
-    """Return a label or an expected value as JSON in which equal numbers of different types, such as 1 and 1.0, are
-    equal.
+    """Return a label or an expected value as JSON in which equal values of different types, such as 1 and 1.0, or NaN
+    and None, are equal.
     """
 
     def number(text: str) -> float:
         found = float(text)
         return int(found) if found.is_integer() else found
 
-    return json.dumps(json.loads(to_json(value), parse_float=number))
+    missing = {"NaN": None}
+    plain = json.loads(to_json(value), parse_float=number, parse_constant=lambda text: missing.get(text, text))
+    return json.dumps(plain)
 
 
 def to_plain(value: Any) -> Any:

@@ -337,11 +337,16 @@ def _listed_row(at: int, value: Any) -> TableRow:
     """Return a row of a sequence or an iterable.
 
     Raises:
-        InvalidRequestError: the value is a tuple or another collection, whose prompt would be the text of the object.
+        InvalidRequestError: the value is a tuple or another object, whose text is not a prompt.
     """
     if isinstance(value, Mapping):
         return TableRow.of(value, value.values(), itertools.repeat(None, len(value)))
-    if is_dataclass(value) or (isinstance(value, Iterable) and not isinstance(value, str)):
+    is_single = isinstance(value, str | np.generic) or not (
+        is_dataclass(value) or isinstance(value, Iterable) or hasattr(value, "__getitem__")
+    )
+    # Without a text of its own, an object has that of its address.
+    has_text = type(value).__str__ is not object.__str__ or type(value).__repr__ is not object.__repr__
+    if not is_single or not has_text:
         raise InvalidRequestError(
             f"row {at} has the type {type(value).__name__}, and its values have no names of columns; pass the data "
             "frame, the table or the array itself, or convert each row to a dictionary",

@@ -1,6 +1,7 @@
 """Test the rows of tables, arrays and iterables: names of columns, narrow floats, and rows without columns."""
 
 import datetime
+import io
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -48,6 +49,9 @@ WITHOUT_COLUMNS = {
     "dataclasses": lambda: iter([Word("a")]),
     "series": lambda: iter([FRAME.iloc[0]]),
     "named tuples": lambda: iter([Pair("a", 1)]),
+    "record batches": lambda: pyarrow.table(FRAME).to_reader(),
+    "chunks of a file": lambda: pd.read_csv(io.StringIO("text\nsea"), chunksize=1),
+    "objects": lambda: iter([object()]),
     "a list of tuples": lambda: [("a", "b")],
 }
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import html
 import json
 import signal
 import sqlite3
@@ -11,6 +12,7 @@ from contextlib import closing
 
 import numpy as np
 import pandas as pd
+import polars
 import pytest
 
 import lmx_lab
@@ -161,6 +163,15 @@ def test_two_evaluations_of_the_same_rows_are_compared(lab):
         for each in (first, lab.experiments["numbers"]):
             assert (each.compare(same).n, same.compare(each).difference) == (2, 0)
         assert same.lens(1).df["token"][0] == "1"
+    # pandas has NaN for a missing value, polars None.
+    lists = [
+        lab.evaluate(table, "{t}", answer="y")
+        for table in (
+            pd.DataFrame({"t": ["a", "b"], "y": ["a", np.nan]}),
+            polars.DataFrame({"t": ["a", "b"], "y": ["a", None]}),
+        )
+    ]
+    assert lists[0].compare(lists[1]).n == 1
     with pytest.raises(InvalidRequestError, match=r'no row is in both .*the labels are 1, 2, .* other one "1", "2"'):
         first.compare(lab.evaluate(numbers.set_axis(["1", "2"]), "{text}", answer="answer"))
     with pytest.raises(InvalidRequestError, match=r"other is 0\.5"):
@@ -490,6 +501,15 @@ def test_tables_of_answers_vectors_and_scores_have_the_index_of_the_rows(lab, ki
     assert lab.map(empty, "{text}", n=2).index.identical(index[:0])
     lab.evaluate(empty, "{text}", answer="right", name="empty")
     pd.testing.assert_index_equal(lab.experiments["empty"].df.index, index[:0], exact=True, check_freq=False)
+
+
+def test_failures_show_labels_values_and_messages(lab):
+    index = pd.MultiIndex.from_tuples([("a", 7)])
+    frame = pd.DataFrame({"text": ["one"], "right": [[1.5, "x"]]}, index=index)
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "say {text}"}]
+    shown = lab.evaluate(frame, messages, answer="right", metric=lambda answer, right: 0)._repr_html_()
+    for text in ("('a', 7)", "short\nsay one", "[1.5, 'x']"):
+        assert f">{html.escape(text)}<" in shown
 
 
 def test_values_of_any_type_are_stored(lab):
