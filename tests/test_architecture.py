@@ -138,7 +138,6 @@ SUBJECTS = {
     "daemon.storage.schema": "a file format: the tables of the database and their migrations",
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.swap": "an algorithm: the order of requests for models that do not fit together",
-    "engine.llama_cpp.grammar": "an algorithm: which grammars llama.cpp enforces",
     "evals.numbers": "pure code: the notations of numbers",
     "notebook.results": "the results of methods",
     "panels.static_views": "how panels are displayed without a kernel",

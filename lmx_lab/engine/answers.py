@@ -53,7 +53,7 @@ class Generation(Generic[Row]):
     named_tokens: tuple[int, ...] = ()
     """Ids of the request's ``logprob_tokens``."""
     grammar: str | None = None
-    """The format of the answer, if the engine enforces it itself."""
+    """The format of the answer, if the engine enforces it itself; ``constraint`` then only checks the answer."""
     constraint: Constraint | None = None
     splitter: TextSplitter[TokenLogprob]
     mailbox: Mailbox

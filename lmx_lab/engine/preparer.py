@@ -100,8 +100,11 @@ class Tokenizer(Protocol[Row]):
     def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
         """Return whether the answer may begin with reasoning, from the end of the prompt of a chat."""
 
-    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> Sequence[LLMatcher] | str:
-        """Return a matcher of the grammar for each answer, or the grammar that the engine enforces itself.
+    async def enforce(
+        self, request: GenerationRequest, grammar: str, count: int
+    ) -> tuple[Sequence[LLMatcher], str | None]:
+        """Return a matcher of the grammar for each answer, and the grammar as the engine enforces it itself; None if it
+        enforces the matchers.
 
         Raises:
             InvalidRequestError: the grammar cannot be enforced.
@@ -144,14 +147,14 @@ async def prepare(
     prompt += start
     check_length(request, prompt, entry, limit)
     named = [await token_of(tokenizer, named, "logprob_tokens") for named in request.logprob_tokens]
-    matchers: Sequence[LLMatcher | None] | str = [None] * len(permits)
+    matchers: Sequence[LLMatcher | None] = [None] * len(permits)
+    own: str | None = None
     if (grammar := chat_format.grammar(request, thinking)) is not None:
-        matchers = await tokenizer.enforce(request, grammar, len(permits))
+        matchers, own = await tokenizer.enforce(request, grammar, len(permits))
     channel_format = chat_format.channel_format(request, thinking)
     left = min(request.max_tokens - len(start), (limit or 2**31) - len(prompt))
     generations = []
     for choice, permit in enumerate(permits):
-        matcher = None if isinstance(matchers, str) else matchers[choice]
         generation = Generation(
             request=request,
             model=entry.id,
@@ -161,8 +164,8 @@ async def prepare(
             start_finish=None if left else "length",
             choice=choice,
             named_tokens=tuple(named),
-            grammar=matchers if isinstance(matchers, str) else None,
-            constraint=_constraint(tokenizer, request, thinking, matcher),
+            grammar=own,
+            constraint=_constraint(tokenizer, request, thinking, matchers[choice]),
             splitter=TextSplitter(tokenizer.decode, request.stop, channel_format, min_tokens=request.min_tokens),
             mailbox=Mailbox(reader, StepLog(arrived_at)),
             permit=permit,
@@ -184,7 +187,7 @@ def _constraint(
     limit = request.thinking_budget if thinking != "closed" else None
     if matcher is None and limit is None:
         return None
-    # Imported here, because numpy takes 30 ms to import, and llama.cpp enforces formats itself.
+    # Imported here, because numpy takes 30 ms to import, and most answers have no format.
     from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
 
     budget = None

@@ -161,8 +161,8 @@ class EchoTokenizer:
         )
         return "possible" if thinks else "closed"
 
-    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
-        return await self.grammars.matchers(grammar, count, request.tools)
+    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> tuple[list[LLMatcher], str | None]:
+        return await self.grammars.matchers(grammar, count, request.tools), None
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> EchoRow:
         script, pace, asked = self.script, self.tokens_per_s, request.prompt

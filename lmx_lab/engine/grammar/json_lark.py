@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 KEYWORDS: Mapping[str, frozenset[str]] = {
@@ -49,6 +48,9 @@ CHARACTER = (
 INTEGER_DIGITS, FRACTION_DIGITS = 19, 12
 """Largest number of digits without a bound in the schema. Without a limit, small models write digits until they have no
 tokens left."""
+MAX_OPTIONS = 1000
+"""Number of values above which an ``enum`` is one pattern, because llama.cpp allows 2,000 rules at a time. Tokens are
+rarely forced in such a pattern."""
 MAX_COMPARED = 64
 """Largest number of options that are compared in pairs; 2,000 take 0.8 s."""
 NO_CONTROL = r"^[^\x00-\x1f\x7f]*$"
@@ -121,7 +123,12 @@ class _Translation:
         elif keys <= {"const", "enum", "type"} and len(keys & {"const", "enum"}) == 1 and types is not None:
             values = [schema["const"]] if "const" in keys else schema["enum"]
             if isinstance(values, list):
-                options = [self._constant(value) for value in values if not types or _types_of(value) & set(types)]
+                values = [value for value in values if not types or _types_of(value) & set(types)]
+                if len(values) > MAX_OPTIONS and not any(isinstance(value, list | dict) for value in values):
+                    texts = (_escaped(json.dumps(value, ensure_ascii=False)) for value in values)
+                    options = [self._rule(f"/{'|'.join(texts)}/")]
+                else:
+                    options = [self._constant(value) for value in values]
         elif types and not keys & COMBINING:
             options = [self._typed(kind, schema) for kind in types]
         if not options:
@@ -188,8 +195,7 @@ class _Translation:
         if others is not False:
             key = self._rule(rf'/"(?:{CHARACTER})*"/')
             if parts:
-                escaped = partial(re.sub, "[^A-Za-z0-9]", lambda found: f"\\u{{{ord(found[0]):x}}}")
-                taken = "|".join(escaped(json.dumps(name, ensure_ascii=False)) for name in parts)
+                taken = "|".join(_escaped(json.dumps(name, ensure_ascii=False)) for name in parts)
                 # Without escapes, so that no name can be written in two ways.
                 key = self._rule(rf'/"[^"\\\x00-\x1f\x7f]*"/ & ~/{taken}/')
             pair = self._rule(f"{key} colon {self.value(others)}")
@@ -233,6 +239,11 @@ class _Translation:
             name = self._names[text] = f"{letter}{len(self._names)}"
             self.rules.append(f"{name}: {text}")
         return name
+
+
+def _escaped(text: str) -> str:
+    """Return the regular expression of a text."""
+    return re.sub("[^A-Za-z0-9]", lambda found: f"\\u{{{ord(found[0]):x}}}", text)
 
 
 def find(reference: Any, root: Any) -> Any:

@@ -101,6 +101,11 @@ class Constraint:
         """The reason why nothing is enforced any more: the grammar has become too complex or too slow."""
 
     @property
+    def may_end(self) -> bool:
+        """Whether the answer may end here."""
+        return self._matcher is None or self.complete or self._matcher.is_accepting()
+
+    @property
     def forced(self) -> int | None:
         """The only token that the budget allows next; None if it allows any."""
         return self._budget.forced if self._budget is not None else None

@@ -17,16 +17,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.requests import GenerationRequest
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.outputs import (
     Delta,
     PromptProgress,
     TokenLogprob,
     token_text,
 )
+
+if TYPE_CHECKING:
+    from lmx_lab.engine.grammar.mask import Constraint
+    from lmx_lab.engine.grammar.worker import TokenTable
 
 SAMPLERS = ("penalties", "dry", "top_p", "min_p", "top_k", "xtc", "temperature")
 """The samplers in the order of ``Sampling``; DRY and XTC are off by default. llama.cpp's default list has more
@@ -242,7 +247,11 @@ class AnswerReader:
     llama.cpp holds back incomplete characters, and sends their text with the log-probability of their last token only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, table: TokenTable | None) -> None:
+        self._table = table
+        """The vocabulary. None if no answer of this model had a format yet."""
+        self._unchecked: list[int] = []
+        """The last token if it has no text, and was not compared with the format of the answer yet."""
         self._hidden: TokenLogprob | None = None
         """Log-probability of the last token if the token has no text: it may be the token that ends the answer."""
         self.restored_tokens = 0
@@ -322,7 +331,9 @@ class AnswerReader:
             generation.drafted_tokens = self._drafted_before + int(timings.get("draft_n", 0))
             generation.accepted_tokens = self._accepted_before + int(timings.get("draft_n_accepted", 0))
         tokens = max(0, self._tokens_before + int(chunk["tokens_predicted"]) - generation.output_tokens)
-        ids = tuple(chunk.get("tokens") or ())
+        ids, text = tuple(chunk.get("tokens") or ()), chunk["content"]
+        if generation.constraint is not None:
+            text = self._check(generation, generation.constraint, chunk, tokens)
         if tokens > len(ids):
             self.gaps.append(Gap(at=len(self.tokens), count=tokens - len(ids), text=chunk["content"], last=ids))
         self.tokens += ids
@@ -331,12 +342,41 @@ class AnswerReader:
         self.sent_ids += len(sent)
         entries = _entries(generation, chunk.get("completion_probabilities", ()))
         # A special token has no text.
-        special = ids[0] if len(ids) == tokens == 1 and not chunk["content"] else None
-        yield from self._text(
-            generation, chunk["content"], now, tokens=tokens, entries=entries, ids=sent, special=special
-        )
+        special = ids[0] if len(ids) == tokens == 1 and not text else None
+        yield from self._text(generation, text, now, tokens=tokens, entries=entries, ids=sent, special=special)
         if chunk["stop"] and generation.finish is None:
             yield from self._end(generation, "length" if chunk["stop_type"] == "limit" else "stop")
+
+    def _check(self, generation: LlamaGeneration, constraint: Constraint, chunk: Mapping[str, Any], tokens: int) -> str:
+        """Check that the format of the answer allows the tokens of an event, and return their text.
+
+        Raises:
+            InvalidRequestError: it does not, because llama.cpp has not enforced it.
+        """
+        table, text, ids = self._table, str(chunk["content"]), chunk.get("tokens") or ()
+        assert table is not None
+        if not constraint.tokens and table.hides_spaces and text.startswith(" "):
+            # In these vocabularies, each text begins with a space that is not part of it.
+            text = text[1:]
+            ids = table(text)
+        elif tokens > len(ids):
+            ids = table(text)
+        # The token that ends the answer has no text, and comes one event before the end.
+        ids = [*self._unchecked, *ids]
+        self._unchecked = [] if text else ids[-1:]
+        is_allowed = True
+        for token in ids[: len(ids) - len(self._unchecked)]:
+            is_allowed = is_allowed and not constraint.complete
+            constraint.advance(token)
+        if chunk["stop"] and chunk["stop_type"] == "eos":
+            is_allowed = is_allowed and constraint.may_end
+        if constraint.failure is not None or not is_allowed:
+            raise InvalidRequestError(
+                "llama.cpp has not enforced the format of the answer, which does not allow the text after "
+                f'{max(0, constraint.tokens - 1)} tokens; simplify the format, or load the model with engine="mlx"',
+                param=None if generation.request.answer_format is None else "response_format",
+            )
+        return text
 
     def last_ids(self, found: Sequence[Sequence[int]]) -> Delta:
         """Return the ids that were not sent yet.

@@ -19,6 +19,7 @@ from datetime import datetime
 from types import ModuleType
 from typing import Any
 
+from llguidance import LLMatcher
 from tokenizers import AddedToken
 
 from lmx_lab.engine.grammar.worker import TokenTable
@@ -227,8 +228,8 @@ class LlamaTokenizer:
     def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
         return self.chat_format.reasoning_state(tail)
 
-    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> str:
-        """See ``Tokenizer``. Returns the grammar in llama.cpp's syntax."""
+    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> tuple[list[LLMatcher], str | None]:
+        """See ``Tokenizer``. Returns the grammar also in llama.cpp's syntax."""
         if request.start is not None:
             raise InvalidRequestError(
                 "llama.cpp enforces the format of an answer from its beginning, and cannot continue this answer; load "
@@ -239,7 +240,7 @@ class LlamaTokenizer:
             token_table = await self.load_token_table()
             self._grammars = self._grammars or GrammarChecker(token_table, self.connection)
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        enforced = await self._grammars.check(grammar, tools)
+        enforced = await self._grammars.check(grammar, tools, count)
         if request.min_tokens:
             raise InvalidRequestError(
                 "llama.cpp does not support min_tokens together with a format of the answer, or with tools whose calls "
@@ -254,7 +255,7 @@ class LlamaTokenizer:
         return join_texts
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> AnswerReader:
-        return AnswerReader()
+        return AnswerReader(self._token_table)
 
     async def begin(self, generation: LlamaGeneration) -> None:
         """See ``Tokenizer``. Reads what llama.cpp would stream: the texts of ordinary tokens and markers, and the

@@ -140,9 +140,9 @@ class MlxTokenizer:
     def reasoning(self, request: GenerationRequest, tail: str) -> ReasoningState:
         return self.chat_format.reasoning_state(tail)
 
-    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> list[LLMatcher]:
+    async def enforce(self, request: GenerationRequest, grammar: str, count: int) -> tuple[list[LLMatcher], str | None]:
         tools = request.prompt.tools if isinstance(request.prompt, ChatPrompt) else None
-        return await self._grammars.matchers(grammar, count, tools)
+        return await self._grammars.matchers(grammar, count, tools), None
 
     def row(self, request: GenerationRequest, prompt: list[int], choice: int) -> MlxRow:
         is_infill = isinstance(request.prompt, InfillPrompt)

@@ -128,6 +128,13 @@ async def test_a_constant_may_be_long_or_spell_a_special_token(model, constant):
     assert answer.report.finish_reason == ("stop" if answer.text == written else "length")
 
 
+async def test_an_enum_may_have_thousands_of_values(model):
+    values = [f"value {at} of {at * 7919}" for at in range(2500)]
+    form = AnswerFormat(kind="json_schema", text=json.dumps({"enum": values}))
+    answer = await finish_answer(await model.submit(chat_request(answer_format=form)))
+    assert json.loads(answer.text) in values
+
+
 async def test_white_space_in_json_is_limited(model):
     # The bias makes white space the likeliest tokens.
     spaces = Sampling(temperature=0, logit_bias=tuple((token, 100.0) for token in (198, 216, 221, 256, 284)))

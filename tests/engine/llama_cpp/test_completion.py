@@ -50,7 +50,7 @@ class Answer:
             permit=Permit(AdmissionControl("m", limit=1)),
             arrived_at=100.0,
             timeout_s=60.0,
-            row=AnswerReader(),
+            row=AnswerReader(None),
             admitted_at=101.0,
             peak_memory_bytes=5,
         )

@@ -11,9 +11,12 @@ from lmx_lab.engine import AnswerFormat, Tool, ToolUse
 from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker, check_whole, read_token_table, to_lark
+from lmx_lab.engine.text.vocabulary import decode_byte_level
 from lmx_lab.errors import InvalidRequestError, QueueFullError
 from lmx_lab.weights.gguf.header import read_header
+from lmx_lab.weights.gguf.tokenizer import BYTE, CONTROL, read_vocabulary
 from tests.support.asking import invalid
+from tests.support.engines import LLAMA_SETTINGS, entry_of, manager_with, numbers, run
 from tests.support.gguf import with_values
 from tests.support.model_server import raw_server
 
@@ -53,7 +56,8 @@ def grammar_of(kind, text):
 
 async def test_a_grammar_is_tried_once(checker, server):
     digits = grammar_of("regex", "[0-9]+")
-    assert await checker.check(digits, None) == await checker.check(digits, None)
+    (_, lark), (_, again) = await checker.check(digits, None, 1), await checker.check(digits, None, 1)
+    assert lark == again
     (body,) = server.bodies
     assert body["n_predict"] == 1
     assert "/[0-9]+/" in body["grammar"]
@@ -63,7 +67,7 @@ async def test_a_grammar_that_llama_cpp_ignores_is_refused_each_time(checker, se
     server.enforces = False
     for _ in range(2):
         with invalid("response_format", r"cannot be enforced by llama\.cpp"):
-            await checker.check(grammar_of("json_schema", json.dumps({"type": "integer"})), None)
+            await checker.check(grammar_of("json_schema", json.dumps({"type": "integer"})), None, 1)
     assert len(server.bodies) == 4
 
 
@@ -72,10 +76,10 @@ async def test_a_grammar_that_could_not_be_tried_is_refused(tiny_gguf, server):
     server.enforces = None
     digits = grammar_of("regex", "[0-9]+")
     with pytest.raises(QueueFullError, match="try again in 5 s"):
-        await checker.check(digits, None)
+        await checker.check(digits, None, 1)
     server.enforces = False
     with pytest.raises(InvalidRequestError):
-        await checker.check(digits, None)
+        await checker.check(digits, None, 1)
 
 
 # Syntax
@@ -182,3 +186,50 @@ def test_llama_cpp_ignores_a_grammar_that_it_cannot_compile(tiny_gguf):
         assert answer(client, "%llguidance {}\nstart: /[ab]{4}/").strip("ab") == ""
         # If this fails, llama.cpp supports it, and ``engine.llama_cpp.grammar`` can be simplified.
         assert not answer(client, uri).startswith('"')
+
+
+# Answers that llama.cpp does not enforce
+
+
+async def test_an_answer_ends_with_an_error_where_llama_cpp_stops_enforcing_its_grammar(manager):
+    words = " | ".join(f'"word {at}"' for at in range(2500))
+    with invalid("response_format", r"has not enforced the format .* after 1 tokens; simplify"):
+        await run(manager, prompt=numbers(10), answer_format=AnswerFormat(kind="lark", text=f"start: {words}"))
+
+
+@pytest.fixture
+def spaced_gguf(tiny_gguf, tmp_path):
+    """``tiny`` with a vocabulary like that of Llama 2, in which each text begins with a space."""
+    known = read_vocabulary(read_header(tiny_gguf, arrays=True))
+    tokens = dict[str, int]()
+    for at, (token, kind) in enumerate(zip(known.tokens, known.types, strict=True)):
+        data = decode_byte_level(token)
+        if kind == CONTROL:
+            tokens[token] = kind
+        elif len(data) == 1:
+            tokens[f"<0x{data[0]:02X}>"] = BYTE
+        else:
+            text = data.decode(errors="replace").replace(" ", "\u2581")
+            tokens[text if text not in tokens else f"unused {at}"] = kind
+    values = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.tokens": list(tokens),
+        "tokenizer.ggml.token_type": list(tokens.values()),
+        "tokenizer.ggml.scores": [-float(at) for at in range(len(tokens))],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": True,
+    }
+    return with_values(tiny_gguf, tmp_path / "spaced.gguf", values)
+
+
+async def test_spaces_that_llama_cpp_does_not_see_are_allowed_only_where_the_format_allows_them(spaced_gguf):
+    digits = {"type": "array", "items": {"enum": list(range(10))}, "minItems": 2, "maxItems": 2}
+    form = AnswerFormat(kind="json_schema", text=json.dumps(digits))
+    async with manager_with(entry_of(spaced_gguf), LLAMA_SETTINGS) as manager:
+        for start in range(4):
+            text, _ = await run(manager, prompt=numbers(10, start=start), answer_format=form)
+            assert set(json.loads(text)) <= set(range(10))
+        with invalid("response_format", "has not enforced"):
+            await run(manager, prompt=numbers(10), answer_format=AnswerFormat(kind="regex", text="[a-z]{30}"))
