@@ -136,7 +136,8 @@ class ChunkWriter(AnswerWriter):
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
-            yield data_line(f'{self._head}],"usage":{usage(reports).model_dump_json()}}}')
+            shown = f'"usage":{usage(reports).model_dump_json()},"timings":{timings(reports).model_dump_json()}'
+            yield data_line(f"{self._head}],{shown}}}")
         yield data_line(DONE)
 
 

@@ -112,13 +112,20 @@ def completion_routes(service: InferenceService) -> APIRouter:
         if body.n_predict == 0:
             # One token, so that the prompt is computed and its KV cache is kept. The writer leaves it out.
             prompts = [replace(prompt, max_tokens=1) for prompt in prompts]
-        shape = {"is_list": shape_of(converted.prompt) in ("list[str]", "list[list]"), "logprobs": bool(body.n_probs)}
         most, sampling = prompts[0].max_tokens, asdict(prompts[0].sampling)
         limit = 0 if body.n_predict == 0 else -1 if most == UNLIMITED else most
         settings = {"n_predict": limit, "stop": prompts[0].stop, **sampling}
+        texts = [each.prompt.text if isinstance(each.prompt, TextPrompt) else None for each in prompts]
+        options: dict[str, Any] = {
+            "prompts": [text for text in texts for _ in range(converted.n or 1)],
+            "is_list": shape_of(converted.prompt) in ("list[str]", "list[list]"),
+            "logprobs": bool(body.n_probs),
+            "has_tokens": bool(body.stream or body.return_tokens),
+            "fields": body.response_fields or (),
+        }
         wanted = AnswerRequest(
             prompts=prompts,
-            writer=lambda model, _: LlamaWriter(model, settings, **shape),
+            writer=lambda model, _: LlamaWriter(model, settings, **options),
             choices=converted.n or 1,
             stream=bool(body.stream),
             ignored=ignored,
@@ -239,14 +246,30 @@ class LlamaWriter(AnswerWriter):
 
     Args:
         settings: The parameters of the generation.
+        prompts: The prompt of each choice; None if it is not a text.
         is_list: Whether the request has a list of prompts; its whole answer is then a list too.
         logprobs: Whether the request asks for log-probabilities.
+        has_tokens: Whether the answer contains the ids of its tokens.
+        fields: Paths of the members of a whole answer; empty for all.
     """
 
-    def __init__(self, model: str, settings: dict[str, Any], *, is_list: bool, logprobs: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        settings: dict[str, Any],
+        *,
+        prompts: Sequence[str | None],
+        is_list: bool,
+        logprobs: bool,
+        has_tokens: bool,
+        fields: Sequence[str],
+    ) -> None:
         self._model = model
         self._settings = settings
+        self._prompts = prompts
         self._is_list = is_list
+        self._has_tokens = has_tokens
+        self._fields = fields
         self._logprobs = logprobs
         self._counts = defaultdict[int, list[int]](lambda: [0, 0])
         """Numbers of tokens of each choice: those of its prompt, and those that were generated."""
@@ -267,10 +290,10 @@ class LlamaWriter(AnswerWriter):
             yield data_line(part.model_dump_json(exclude_unset=True))
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
-        yield data_line(self._last(index, Delta(text="", tokens=0), report).model_dump_json())
+        yield data_line(self._last(index, Delta(text="", tokens=0), report))
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
-        answers = [self._last(at, *part).model_dump_json() for at, part in enumerate(chain.from_iterable(parts))]
+        answers = [self._last(at, *part) for at, part in enumerate(chain.from_iterable(parts))]
         return f"[{','.join(answers)}]" if self._is_list or len(answers) > 1 else answers[0]
 
     def _part(self, index: int, delta: Delta, **fields: Any) -> LlamaCompletion:
@@ -280,9 +303,10 @@ class LlamaWriter(AnswerWriter):
             fields["completion_probabilities"] = [_with_ids(each, entry) for each, entry in entries]
         if "\n" in delta.text:
             self._with_new_line.add(index)
-        return LlamaCompletion(index=index, content=delta.text, tokens=list(delta.ids), id_slot=-1, **fields)
+        tokens = list(delta.ids) if self._has_tokens else []
+        return LlamaCompletion(index=index, content=delta.text, tokens=tokens, id_slot=-1, **fields)
 
-    def _last(self, index: int, delta: Delta, report: GenerationReport) -> LlamaCompletion:
+    def _last(self, index: int, delta: Delta, report: GenerationReport) -> str:
         predicted, word = report.output_tokens, report.stop_sequence
         if self._settings["n_predict"] == 0:
             delta, predicted, word = Delta(text="", tokens=0), 0, None
@@ -290,6 +314,7 @@ class LlamaWriter(AnswerWriter):
         fields = dict[str, Any](
             tokens_predicted=predicted,
             tokens_evaluated=report.prompt_tokens,
+            prompt=self._prompts[index],
             model=self._model,
             stop_type="word" if word else "limit" if report.finish_reason == "length" or not predicted else "eos",
             stopping_word=word or "",
@@ -299,7 +324,18 @@ class LlamaWriter(AnswerWriter):
             generation_settings=self._settings,
             timings=timings([[report]]),
         )
-        return part.model_copy(update=fields)
+        whole = part.model_copy(update=fields)
+        if not self._fields:
+            return whole.model_dump_json()
+        values, found = whole.model_dump(mode="json"), dict[str, Any]()
+        for path in self._fields:
+            *parents, name = path.split("/")
+            inner: Any = values
+            for parent in parents:
+                inner = inner.get(parent) if isinstance(inner, dict) else None
+            if isinstance(inner, dict) and name in inner:
+                found[path] = inner[name]
+        return json_text(found)
 
 
 def _with_ids(token: TokenLogprob, entry: dict[str, Any]) -> dict[str, Any]:

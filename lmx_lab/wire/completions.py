@@ -197,6 +197,17 @@ class ExtraText(LenientModel):
 ExtraTexts = TypeAliasType("ExtraTexts", Annotated[list[ExtraText], FailFast(), Field(max_length=PROMPT_LIMIT)])
 
 
+FieldPaths = TypeAliasType("FieldPaths", Annotated[list[str], FailFast(), Field(max_length=64)])
+
+
+def _text_of(prompt: Any) -> Any:
+    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_string"), str):
+        return prompt
+    if prompt.get("multimodal_data"):
+        raise ValueError("multimodal_data: images and audio are not supported; send only a prompt_string")
+    return prompt["prompt_string"]
+
+
 class LlamaRequest(LenientModel):
     """The body of llama.cpp's ``POST /completion`` and ``/infill``.
 
@@ -206,8 +217,8 @@ class LlamaRequest(LenientModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "The sea is", "n_predict": 16}]})
 
     prompt: LlamaPrompt = ""
-    """As in ``CompletionRequest``, but a prompt may also mix texts and token ids. For ``/infill``, the beginning of the
-    text in the gap."""
+    """As in ``CompletionRequest``, but a prompt may also mix texts and token ids, or be an object with a
+    ``prompt_string``. For ``/infill``, the beginning of the text in the gap."""
     stream: bool | None = False
     n_predict: Annotated[int, Field(ge=-2), WHOLE] | None = None
     """Maximum number of tokens; -1 and -2 set no limit, and 0 only computes the prompt."""
@@ -219,6 +230,15 @@ class LlamaRequest(LenientModel):
     """The text after the gap, for ``/infill``."""
     input_extra: ExtraTexts | None = None
     """Texts that the model reads before the gap, for ``/infill``."""
+    return_tokens: bool | None = None
+    """Whether a complete answer contains the ids of its tokens. Streams always contain them."""
+    response_fields: FieldPaths | None = None
+    """The only members of the answer, such as ``content`` or ``generation_settings/seed``."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _read_objects(cls, prompt: Any) -> Any:
+        return [_text_of(each) for each in prompt] if isinstance(prompt, list) else _text_of(prompt)
 
     def converted(self, *, infill: bool) -> tuple[CompletionRequest, list[str]]:
         """Return the request in the completions format, and the names of the fields that have no effect.
@@ -254,6 +274,8 @@ class LlamaCompletion(BaseModel):
     tokens_predicted: int
     tokens_evaluated: int
     completion_probabilities: list[dict[str, Any]] | None = Field(None, exclude_if=lambda value: value is None)
+    prompt: str | None = None
+    """The prompt, if it is a text."""
     model: str | None = None
     stop_type: Literal["eos", "limit", "word"] | None = None
     stopping_word: str | None = None

@@ -257,7 +257,7 @@ def test_chat_logprobs_leave_out_the_token_that_ends_the_text(tiny_http):
 
 
 def test_the_answer_of_llama_cpp_has_its_members(http):
-    fields = {"prompt": "hello sea", "n_predict": 2, "n_probs": 1, "seed": 7}
+    fields = {"prompt": "hello sea", "n_predict": 2, "n_probs": 1, "seed": 7, "return_tokens": True}
     answer = http.post("/completion", json=fields).json()
     assert (answer["content"], answer["stop_type"], answer["tokens_predicted"]) == ("hello", "limit", 2)
     assert (answer["truncated"], answer["has_new_line"], answer["stopping_word"]) == (False, False, "")
@@ -268,6 +268,27 @@ def test_the_answer_of_llama_cpp_has_its_members(http):
     assert [entry["id"] for entry in entries] == answer["tokens"]
     assert [entry["top_logprobs"][0]["token"] for entry in entries] == ["hel", "lo"]
     assert [entry["top_logprobs"][0]["id"] for entry in entries] == answer["tokens"]
+
+
+def test_llama_cpp_returns_only_the_requested_members_of_an_answer(http):
+    fields = ["content", "generation_settings/seed", "prompt", "timings/predicted_n", "tokens", "stop/x", "nothing"]
+    body = {"prompt": "hello sea", "n_predict": 2, "seed": 7, "response_fields": fields}
+    expected = {"content": "hello", "generation_settings/seed": 7, "prompt": "hello sea", "timings/predicted_n": 2}
+    assert http.post("/completion", json=body).json() == {**expected, "tokens": []}
+    *_, last = events(http.post("/completion", json={**body, "stream": True}).text)
+    assert json.loads(last) == {**expected, "content": "", "tokens": []}
+    assert http.post("/completion", json={**body, "response_fields": []}).json()["stop"] is True
+
+
+def test_a_prompt_of_llama_cpp_may_be_an_object(http):
+    one = {"prompt_string": "one", "multimodal_data": []}
+    assert http.post("/completion", json={"prompt": one}).json()["content"] == "one"
+    for prompts in ([one, one], [one, "one"], [tokens_of(http, "one"), one]):
+        answers = http.post("/completion", json={"prompt": prompts}).json()
+        assert [answer["content"] for answer in answers] == ["one", "one"]
+    for prompt in ({**one, "multimodal_data": ["aaaa"]}, {"prompt_string": 5}, {}):
+        error = error_of(http.post("/completion", json={"prompt": prompt}), 400, "invalid-request")
+        assert error["param"] == "prompt"
 
 
 def test_llama_cpp_answers_several_prompts_with_a_list(http):
@@ -292,7 +313,9 @@ def test_llama_cpp_reads_biases_as_pairs_of_tokens_or_texts(http):
     (the, *_) = tokens_of(http, "The sea")
     excluding = [{str(the): False}, [[the, False]], [[the, -100.0]], [["The", False]], {"The": -100}]
     for biases in ([], [[the, 5]], [["zebra", False]], *excluding):
-        answer = http.post("/completion", json={"prompt": "The sea", "n_predict": 5, "logit_bias": biases}).json()
+        answer = http.post(
+            "/completion", json={"prompt": "The sea", "n_predict": 5, "logit_bias": biases, "return_tokens": True}
+        ).json()
         assert (answer["tokens"][0] == the) == (biases not in excluding), biases
     body = {"prompt": "The sea", "max_tokens": 1, "logit_bias": [[the, False]]}
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] != "The"

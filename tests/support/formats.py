@@ -342,6 +342,7 @@ class LlamaCompletion(Format):
     def body(self, request: Request, *, stream: bool) -> dict[str, Any]:
         fields = given(model=request.model, stop=[request.stop] if request.stop else None, n_predict=request.max_tokens)
         prompt = request.messages[-1]["content"]
+        fields |= {"return_tokens": True}
         return {"prompt": prompt, "temperature": 0, "stream": stream, **fields, **request.extra}
 
     def frames(self, text: str) -> list[Any]:
