@@ -6,10 +6,12 @@ Characters in such text can move the cursor, change the window title or reverse 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\ud800-\udfff\U000e0001\U000e0020-\U000e007f]"
@@ -33,6 +35,18 @@ def clip(text: str, limit: int) -> str:
 def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON and JavaScript allow and UTF-8 cannot encode, by question marks."""
     return text.encode("utf-8", "replace").decode()
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinity in a JSON value, which JSON does not allow, by texts such as ``NaN``."""
+    match value:
+        case float() if not math.isfinite(value):
+            return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+        case dict():
+            return {name: finite(item) for name, item in value.items()}
+        case list():
+            return [finite(item) for item in value]
+    return value
 
 
 class LogFormatter(logging.Formatter):

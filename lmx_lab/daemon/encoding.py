@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 from lmx_lab.http.streaming import escape_line_ends
-from lmx_lab.sanitize import replace_surrogates
+from lmx_lab.sanitize import finite, replace_surrogates
 
 
 def timestamp(at_s: float | None = None) -> str:
@@ -36,7 +36,7 @@ def to_json(data: BaseModel) -> str:
     try:
         return data.model_dump_json()
     except PydanticSerializationError:
-        text = json.dumps(data.model_dump(mode="python", warnings=False), ensure_ascii=False, default=str)
+        text = json.dumps(finite(data.model_dump(mode="python", warnings=False)), ensure_ascii=False, default=str)
         return replace_surrogates(text)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from lmx_lab.errors import CallerError, InvalidRequestError
+from lmx_lab.sanitize import finite
 from lmx_lab.values.outputs import ToolCallDelta
 from lmx_lab.wire.base import OtherModel
 from lmx_lab.wire.chat import ChatMessage, Contents, Role, TextContent
@@ -139,7 +140,8 @@ def function_tool(
 def call_arguments(call: ToolCallDelta) -> Any:
     """Return the arguments of a call in an answer as a JSON value; an empty object if the answer was cut off."""
     try:
-        return json.loads(call.arguments or "{}")
+        # A number such as 1e999 is read as infinity.
+        return finite(json.loads(call.arguments or "{}"))
     except ValueError:
         return {}
 

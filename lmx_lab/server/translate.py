@@ -382,7 +382,7 @@ def socket_stats(report: GenerationReport) -> SocketStats:
 
 def json_text(value: Any) -> str:
     """Return a value as JSON."""
-    return to_json(value).decode()
+    return to_json(value, inf_nan_mode="null").decode()
 
 
 def wire_logprob(logprob: float | None) -> float:

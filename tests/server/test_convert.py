@@ -4,7 +4,9 @@ import pytest
 
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError
 from lmx_lab.server import messages, ollama
+from lmx_lab.server.convert import call_arguments
 from lmx_lab.server.responses import convert
+from lmx_lab.values.outputs import ToolCallDelta
 
 
 @pytest.mark.parametrize(
@@ -58,3 +60,8 @@ def test_other_errors_are_not_changed():
         raise EngineError("max_tokens")
     with convert.NAMES.in_errors():
         assert InvalidRequestError("max_tokens").message == "max_tokens"
+
+
+def test_a_number_of_a_call_that_is_too_large_for_a_float_is_a_text_in_json():
+    call = ToolCallDelta(index=0, id="call_1", name="add", arguments='{"x": [1e999, -1e999, 5]}')
+    assert call_arguments(call) == {"x": ["Infinity", "-Infinity", 5]}

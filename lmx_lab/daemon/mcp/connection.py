@@ -40,6 +40,7 @@ from pydantic import TypeAdapter, ValidationError
 from lmx_lab.daemon.mcp.config import McpFailure, SecretRedactor, one_line
 from lmx_lab.daemon.mcp.process import MESSAGE_BYTES, LineTooLongError, McpProcess
 from lmx_lab.daemon.tools.tool import ToolResult, mcp_tool_name
+from lmx_lab.sanitize import finite
 from lmx_lab.wire.mcp import McpServerConfig, ToolRecord
 
 TOOLS = 256
@@ -549,7 +550,7 @@ def tool_result(
 
     text = join(filter(None, map(_block_text, content)))
     if structured is not None and not any(block.type == "text" and block.text for block in content):
-        text = join([json.dumps(structured, ensure_ascii=False), *([text] if text else [])])
+        text = join([json.dumps(finite(structured), ensure_ascii=False), *([text] if text else [])])
     if is_error:
         return ToolResult(status="error", text=text or "The tool failed without a message.")
     return ToolResult(status="ok", text=text or "(no result)")

@@ -19,6 +19,7 @@ from pydantic_core import to_jsonable_python
 from lmx_lab.daemon.tools.function_schema import ArgumentsError, FunctionSchema, function_schema
 from lmx_lab.daemon.tools.tool import SEPARATOR, ToolResult
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.sanitize import finite
 from lmx_lab.wire.mcp import Permission, ToolRecord
 
 THREADS = 8
@@ -254,7 +255,7 @@ def result_text(value: Any) -> str:
     if isinstance(value, Iterator):
         value = list(itertools.islice(value, ITEMS))
     try:
-        plain = to_jsonable_python(value, fallback=_to_plain, inf_nan_mode="strings")
+        plain = finite(to_jsonable_python(value, fallback=_to_plain))
     except Exception:
         return repr(value)
     # A value that JSON represents as a string, such as a date, needs no quotes either.

@@ -128,6 +128,7 @@ def test_a_structured_result_is_shown_only_without_text():
     shown = tool_result([image], {"é": 1}, is_error=False).text
     assert shown == '{"é": 1}\n[image of type image/png, 0 bytes; it cannot be shown here]'
     assert tool_result([part("text", text="a")], {"b": 1}, is_error=False).text == "a"
+    assert tool_result([], {"b": [float("nan")]}, is_error=False).text == '{"b": ["NaN"]}'
 
 
 def test_an_error_has_a_message():

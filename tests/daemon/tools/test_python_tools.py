@@ -272,6 +272,7 @@ def test_a_function_that_is_registered_again_replaces_only_itself(tools):
         ({"n": np.int64(3)}, '{"n": 3}'),
         (np.arange(3), "[0, 1, 2]"),
         (float("nan"), "NaN"),
+        ({"mean": np.float64("-inf"), "all": (1.0, float("nan"))}, '{"mean": "-Infinity", "all": [1.0, "NaN"]}'),
         (b"\xff\x00", "b'\\xff\\x00'"),
         (iter([1, 2]), "[1, 2]"),
         (pd.DataFrame({"a": [1, 2]}), "   a\n0  1\n1  2"),
