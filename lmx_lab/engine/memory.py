@@ -260,9 +260,10 @@ def pressure_reason(
         if high and used and used[0] > high[0] * (1 - free_share):
             return f"the container uses {used[0] / 1e9:.2f} GB, and is slowed down above {high[0] / 1e9:.2f} GB"
     limit = min((limit for _, _, limit in _memory_limits(cgroups, membership)), default=None)
-    free = container_free_bytes(cgroups, membership)
-    if limit is not None and free is not None and free < limit * free_share:
-        return f"{free / 1e9:.2f} GB of the container's {limit / 1e9:.2f} GB are free"
+    if limit is not None:
+        free = container_free_bytes(cgroups, membership)
+        if free is not None and free < limit * free_share:
+            return f"{free / 1e9:.2f} GB of the container's {limit / 1e9:.2f} GB are free"
     if sys.platform == "darwin":
         level, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
         name = b"kern.memorystatus_vm_pressure_level"

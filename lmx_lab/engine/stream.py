@@ -36,11 +36,19 @@ class Mailbox:
     progress: PromptProgress | None = None
     scores: PromptScores | None = None
     deltas: list[Delta] = field(default_factory=list)
+    pass_on: Callable[[Delta], bool] | None = None
+    """Set while the reader waits, if it can use a delta without waking up. Returns whether it has used the delta."""
 
     def deliver(self, item: Item) -> None:
         """Add an item. Called on ``loop``, in order; a report or an error is the last one."""
         match item:
             case Delta():
+                if not (item.tokens or item.ids or item.has_content):
+                    return
+                if self.pass_on is not None and self.pass_on(item):
+                    return
+                # Later deltas must not overtake this one.
+                self.pass_on = None
                 self.deltas.append(item)
                 # More are merged for a slow reader.
                 if len(self.deltas) > 64:
@@ -61,8 +69,7 @@ class Mailbox:
             return None
         deltas, self.deltas = self.deltas, []
         # Nearly always there is only one.
-        delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
-        return delta if delta.tokens or delta.ids or delta.has_content else None
+        return deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +118,9 @@ class Answer:
         """Number of tokens that were read."""
         self.steps = mailbox.steps
         """The engine's steps for the generation so far."""
+        self.pass_on: Callable[[Delta], bool] | None = None
+        """Called with a delta when the engine delivers it while the reader waits for one. Returns whether it has used
+        the delta; the reader does not get it then. Switching to the reader's task would cost more than the rest."""
         self._mailbox = mailbox
         self._cancel = cancel
         self._closed = False
@@ -162,9 +172,7 @@ class Answer:
         mailbox = self._mailbox
         while not self._closed:
             if (delta := mailbox.take()) is not None:
-                self.tokens += delta.tokens
-                if self.deltas is not None:
-                    self.deltas.append(delta)
+                self._count(delta)
                 return delta
             if isinstance(mailbox.end, LabError):
                 self._end(is_failure=True)
@@ -172,9 +180,30 @@ class Answer:
             if mailbox.end is not None:
                 break
             mailbox.changed.clear()
-            await mailbox.changed.wait()
+            if self.pass_on is not None:
+                mailbox.pass_on = self._pass_on
+            try:
+                await mailbox.changed.wait()
+            finally:
+                mailbox.pass_on = None
         self._end()
         raise StopAsyncIteration
+
+    def _pass_on(self, delta: Delta) -> bool:
+        assert self.pass_on is not None
+        try:
+            is_used = not self._closed and self.pass_on(delta)
+        except Exception:
+            # It must not reach the engine. The reader gets the delta, and then the same error.
+            return False
+        if is_used:
+            self._count(delta)
+        return is_used
+
+    def _count(self, delta: Delta) -> None:
+        self.tokens += delta.tokens
+        if self.deltas is not None:
+            self.deltas.append(delta)
 
     async def read(self) -> Delta:
         """Return the rest of the answer as one delta. Closes the answer, even if it fails.

@@ -100,7 +100,7 @@ class HttpProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     """Runs from the first byte of a head to its end."""
     _ending = False
-    _is_half_closed = False
+    is_half_closed = False
     """Whether the client has ended its own side of the connection. It may still read."""
     _framing_bytes = 0
     """Number of bytes by which the framing of the current chunked body exceeds its data."""
@@ -172,16 +172,27 @@ class HttpProtocol(H11Protocol):
         if self.cycle is not previous:
             # The task of a new request has not started yet, so it will find the extensions.
             scope: Any = self.cycle.scope
-            scope["extensions"] = {
-                "lmx_lab.abort": self.transport.abort,
-                "lmx_lab.is_half_closed": lambda: self._is_half_closed,
-            }
+            scope["extensions"] = {"lmx_lab.connection": self}
             if {b"content-length", b"transfer-encoding"} <= dict(self.headers).keys():
                 # A proxy may have used the other header, and read the rest as another request (RFC 9112, 6.1 and 11.2).
                 self._refuse(
                     HTTPStatus.BAD_REQUEST,
                     "the request has both Content-Length and Transfer-Encoding; send one of them",
                 )
+
+    @property
+    def accepts_parts(self) -> bool:
+        """Whether ``write_part`` can write a part of the current response now."""
+        cycle = self.cycle
+        is_open = cycle.response_started and not cycle.response_complete and not cycle.disconnected
+        return is_open and not self.flow.write_paused and cycle.scope["http_version"] == "1.1"
+
+    def write_part(self, data: bytes) -> None:
+        """Write a part of a response without ``content-length``, as a chunk (RFC 9112, 7.1).
+
+        ``send`` of ASGI needs a task, and does the same through six functions and h11.
+        """
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     @property
     def _in_body(self) -> bool:
@@ -199,7 +210,7 @@ class HttpProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._is_half_closed and self.cycle.response_complete:
+        if self.is_half_closed and self.cycle.response_complete:
             self.transport.close()
         if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
             self.loop.call_later(self._limits.linger_s, self._end_body, self.cycle)
@@ -219,8 +230,8 @@ class HttpProtocol(H11Protocol):
         """
         if self._ending or self._in_body or self.cycle is None or self.cycle.response_complete:
             return False
-        if not self._is_half_closed:
-            self._is_half_closed = True
+        if not self.is_half_closed:
+            self.is_half_closed = True
             self._probe(PROBE_S)
         return True
 

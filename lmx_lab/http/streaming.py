@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -16,6 +16,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from lmx_lab.http import Limits
+
+if TYPE_CHECKING:
+    # uvicorn is not imported by the modules of routes.
+    from lmx_lab.http.connections import HttpProtocol
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,23 +68,32 @@ class EventStream(StreamingResponse):
         )
         self._texts = texts
         self._keep_alive = keep_alive
-        self._blocked_limit_s = blocked_limit_s
         self._keep_alive_s = Limits.keep_alive_s
         self._request_id = ""
-        self._abort: Callable[[], None] = lambda: None
-        self._is_half_closed: Callable[[], bool] = lambda: False
+        self._connection: HttpProtocol | None = None
+        self._watch = SendWatch(blocked_limit_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope.get("lmx_lab.request_id", "")
-        # Extensions of ``http.connections``, which other servers do not have.
-        extensions = scope.get("extensions") or {}
-        self._abort = extensions.get("lmx_lab.abort", self._abort)
-        self._is_half_closed = extensions.get("lmx_lab.is_half_closed", self._is_half_closed)
+        # Other servers than ours do not have it.
+        self._connection = (scope.get("extensions") or {}).get("lmx_lab.connection")
         self._keep_alive_s = scope["app"].state.limits.keep_alive_s
         await super().__call__(scope, receive, send)
 
+    @property
+    def can_write(self) -> bool:
+        """Whether ``write`` can send texts now. The iterator must be waiting."""
+        return self._connection is not None and self._connection.accepts_parts
+
+    def write(self, texts: Iterable[str]) -> None:
+        """Send texts that the iterator does not yield, in a callback of the event loop."""
+        assert self._connection is not None
+        if text := "".join(texts):
+            self._connection.write_part(escape_line_ends(text).encode())
+            self._watch.sent()
+
     async def stream_response(self, send: Send) -> None:
-        watch = SendWatch(self._blocked_limit_s)
+        watch = self._watch
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
             async with watch:
@@ -104,7 +117,8 @@ class EventStream(StreamingResponse):
             log.warning(
                 "%s: cancelled, because the client has accepted no data for %g s", self._request_id, watch.blocked_s
             )
-            self._abort()
+            if self._connection is not None:
+                self._connection.transport.abort()
             # The server is notified of the lost connection before this returns.
             await asyncio.sleep(0)
 
@@ -113,7 +127,8 @@ class EventStream(StreamingResponse):
         assert self._keep_alive is not None
         while True:
             # A client that has ended its side may have closed the connection. This is only noticed by sending.
-            interval_s = min(self._keep_alive_s, 4 * CHECK_S) if self._is_half_closed() else self._keep_alive_s
+            is_half_closed = self._connection is not None and self._connection.is_half_closed
+            interval_s = min(self._keep_alive_s, 4 * CHECK_S) if is_half_closed else self._keep_alive_s
             if (rest_s := watch.sent_at + interval_s - asyncio.get_running_loop().time()) > 0:
                 await asyncio.sleep(min(rest_s, 4 * CHECK_S))
             else:
@@ -195,6 +210,10 @@ class SendWatch:
         """Whether this watch has ended the block."""
         return self._timeout.expired()
 
+    def sent(self) -> None:
+        """Record that data were sent."""
+        self.sent_at = self._loop.time()
+
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         # There is one timer for the whole stream, because a timer for each token would be too expensive.
@@ -209,7 +228,7 @@ class SendWatch:
 
     async def send(self, sending: Awaitable[None]) -> None:
         """Await the call that sends data and returns once the connection accepts more."""
-        self.sent_at = self._loop.time()
+        self.sent()
         self._sending += 1
         try:
             await sending

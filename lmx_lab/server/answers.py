@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from fastapi import Request, Response
@@ -139,13 +140,22 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
         return EventStream(_refused(writer, exc, describe), headers=headers, media_type=writer.media_type)
     writer = wanted.writer(choices.model, choices.fingerprint)
     if wanted.stream:
-        return EventStream(
+        stream = EventStream(
             choices.texts(writer, describe),
             headers=headers,
             media_type=writer.media_type,
             keep_alive=lambda: writer.keep_alive(choices.status),
             blocked_limit_s=lambda: service.blocked_limit_s(choices.running),
         )
+
+        def pass_on(answer: Answer, delta: Delta) -> bool:
+            if not stream.can_write:
+                return False
+            stream.write(writer.delta(answer.index, delta))
+            return True
+
+        choices.pass_on = pass_on
+        return stream
     text = await while_connected(request, choices.whole(writer))
     return Response(text, media_type="application/json", headers=headers)
 
@@ -204,6 +214,8 @@ class Choices:
         """Id of the model that answers, as the caller may see it; set by ``start``."""
         self.fingerprint = ""
         """The fingerprint of its engine; set by ``start``."""
+        self.pass_on: Callable[[Answer, Delta], bool] | None = None
+        """``Answer.pass_on``, which is used after the first delta of a single answer."""
 
     @property
     def status(self) -> str:
@@ -270,6 +282,12 @@ class Choices:
         """
         deltas: dict[int, list[Delta]] = defaultdict(list)
         ends: dict[int, tuple[Delta, GenerationReport]] = {}
+
+        def pass_on(answer: Answer, delta: Delta) -> bool:
+            deltas[answer.index].append(delta)
+            return True
+
+        self.pass_on = pass_on
         try:
             async with aclosing(self._parts()) as parts:
                 async for answer, part in parts:
@@ -318,6 +336,9 @@ class Choices:
         yield answer, None
         async for delta in self._read(answer):
             yield answer, delta
+            # It has been used. Before that, and if there are several answers, it may wait in a queue.
+            if self.pass_on is not None and self._choices == len(self._prompts) == 1:
+                answer.pass_on = partial(self.pass_on, answer)
         yield answer, answer.final_report()
 
     def _close(self) -> None:

@@ -197,7 +197,7 @@ class _Events(asyncio.Protocol):
             for event in events:
                 if not event.startswith(DATA + b"{"):
                     continue
-                value = json.loads(event[len(DATA) :])
+                value = json.loads(event[len(DATA) :].decode())
                 if (error := value.get("error")) is not None:
                     raise _refused_error(int(error.get("code") or 500), error)
                 if self._on_event(value):

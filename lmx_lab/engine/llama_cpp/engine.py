@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.slot_files import SlotFiles
 
 log = logging.getLogger(__name__)
-MEASURE_S = 0.5
-"""Interval at which the memory of a model is measured."""
+MEASURE_S = 1.0
+"""Interval at which the memory and the files of a model are checked."""
 SLICE = 16
 """Number of texts sent together. Between two slices, other requests are computed and cancellations take effect."""
 PLAN_FACTOR = 1.5

@@ -28,7 +28,8 @@ from lmx_lab.settings import without_secrets
 SCRIPT = Path(__file__).with_name("worker.py")
 PACKAGE = "xllamacpp"
 INSTALL = install_command(PACKAGE)
-MEASURE_S = 0.2
+LOAD_MEASURE_S, MEASURE_S = 0.2, 1.0
+"""Intervals at which the memory of the process is measured: while it loads a model, and later."""
 """Interval at which the memory of the process is compared with its limit."""
 STACK_BYTES = 2**30
 """Part of the hard limit that allows for the stacks of threads, which are reserved but mostly unused."""
@@ -105,6 +106,7 @@ class LlamaProcess:
         self._process = process
         self.folder = folder
         """The private folder of the process, in which it saves slots."""
+        self._usage: psutil.Process | None = None
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._reading = asyncio.create_task(self._read_errors(), name="lmx-lab llama.cpp stderr")
         self._stopping = False
@@ -232,7 +234,8 @@ class LlamaProcess:
                     f"{self.own_bytes / 1e9:.2f} GB; end other programs"
                 )
                 return
-            await asyncio.sleep(MEASURE_S)
+            # Later, the memory grows with the requests, and the system enforces a similar limit.
+            await asyncio.sleep(MEASURE_S if self._is_ready else LOAD_MEASURE_S)
         await self._end_for_memory()
 
     async def _end_for_memory(self) -> None:
@@ -259,19 +262,22 @@ class LlamaProcess:
     @property
     def memory_bytes(self) -> int:
         """Resident memory, including the mapped weights that have been read; 0 after the end of the process."""
-        try:
-            return int(psutil.Process(self._process.pid).memory_info().rss)
-        except psutil.Error:
-            return 0
+        known = self._memory_info()
+        return 0 if known is None else int(known.rss)
 
     @property
     def own_bytes(self) -> int:
         """Resident memory without mapped files, where the system distinguishes them; 0 after the end of the process."""
+        known = self._memory_info()
+        return 0 if known is None else int(known.rss - getattr(known, "shared", 0))
+
+    def _memory_info(self) -> Any:
         try:
-            known = psutil.Process(self._process.pid).memory_info()
+            # It is kept, because creating it takes several times as long as reading.
+            self._usage = self._usage or psutil.Process(self._process.pid)
+            return self._usage.memory_info()
         except psutil.Error:
-            return 0
-        return int(known.rss - getattr(known, "shared", 0))
+            return None
 
     async def kill_with_reason(self, reason: str) -> None:
         """End the process because it exceeds a limit. The errors of its requests contain the reason."""
