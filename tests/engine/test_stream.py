@@ -73,6 +73,48 @@ async def test_all_deltas_are_merged_and_kept_if_this_is_wanted():
     assert watched.answer.deltas == [parts[0], rest]
 
 
+async def test_deltas_are_passed_on_in_order_and_only_while_the_reader_waits():
+    watched, passed, accepts = Watched(), [], True
+
+    def pass_on(delta):
+        if accepts:
+            passed.append(delta.text)
+        return accepts
+
+    answer, deliver = watched.answer, watched.mailbox.deliver
+    answer.deltas, answer.pass_on = [], pass_on
+    deliver(Delta(text="a", tokens=1))
+    assert (await anext(answer)).text == "a", "there was no reader"
+    waiting = asyncio.ensure_future(anext(answer))
+    await asyncio.sleep(0)
+    for text in ("b", "", "c"):
+        deliver(Delta(text=text, tokens=len(text)))
+    accepts = False
+    deliver(Delta(text="d", tokens=1))
+    accepts = True
+    deliver(Delta(text="e", tokens=1))
+    assert (await waiting).text == "de", "it does not overtake the refused delta"
+    waiting = asyncio.ensure_future(anext(answer))
+    await asyncio.sleep(0)
+    deliver(Delta(text="f", tokens=1))
+    deliver(report())
+    with pytest.raises(StopAsyncIteration):
+        await waiting
+    assert passed == ["b", "c", "f"]
+    assert "".join(delta.text for delta in answer.deltas) == "abcdef"
+    assert watched.ends == [("stop", None, 6)]
+
+
+async def test_a_delta_that_cannot_be_passed_on_is_read():
+    watched = Watched()
+    watched.answer.pass_on = lambda delta: 1 / 0
+    waiting = asyncio.ensure_future(anext(watched.answer))
+    await asyncio.sleep(0)
+    watched.mailbox.deliver(Delta(text="a", tokens=1))
+    assert (await waiting).text == "a"
+    await watched.answer.aclose()
+
+
 async def test_an_error_is_reported_with_its_code():
     watched = Watched()
     watched.mailbox.deliver(EngineError("broken"))

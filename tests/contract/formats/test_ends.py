@@ -231,6 +231,19 @@ def test_a_client_that_ends_only_its_own_side_gets_its_answer(lab, http, form, s
     wait_until_idle(lab)
 
 
+@each_format("http")
+def test_the_stream_to_a_client_with_http_1_0_has_no_chunks(lab, form):
+    request = json.dumps(form.body(Request(), stream=True)).encode()
+    head = f"POST {form.path} HTTP/1.0\r\nhost: localhost:{lab.server.port}\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", lab.server.port), timeout=60) as connection:
+        connection.sendall(f"{head}content-length: {len(request)}\r\n\r\n".encode() + request)
+        response = HTTPResponse(connection)
+        response.begin()
+        text = response.read().decode()
+    assert response.headers["transfer-encoding"] is None
+    assert form.answer(form.assemble(form.frames(text))).text == "hello"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @each_format("http")
 def test_a_request_ends_when_its_client_leaves_after_it_has_ended_its_own_side(lab, form, stream):
