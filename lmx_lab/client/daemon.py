@@ -58,8 +58,15 @@ class SessionFields(TypedDict, total=False):
 class AsyncSession:
     """One session. ``AsyncDaemonClient.session()`` returns it; closing that client cancels the turns that run here."""
 
-    def __init__(self, client: DaemonRoutes, session_id: str, turns: set[TurnFollower] | None = None) -> None:
+    def __init__(
+        self, client: DaemonRoutes, session_id: str, turns: set[TurnFollower] | None = None, *, origin: str = ""
+    ) -> None:
+        """
+        Args:
+            origin: Whether the session was created or existed, for display.
+        """
         self.session_id = session_id
+        self.origin = origin
         self._client = client
         self._turns = set() if turns is None else turns
 
@@ -69,7 +76,7 @@ class AsyncSession:
         return self._client.url
 
     def __repr__(self) -> str:
-        return f"<AsyncSession {self.session_id} of {self.url}>"
+        return f"<AsyncSession {self.session_id} of {self.url}{self.origin and f', {self.origin}'}>"
 
     async def run(
         self,
@@ -208,7 +215,7 @@ class Session:
         return self._async.session_id
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.session_id} of {self._async.url}>"
+        return repr(self._async).replace("AsyncSession", type(self).__name__, 1)
 
     run = twin(AsyncSession.run)
     stream = twin_stream(AsyncSession.stream)
@@ -288,9 +295,11 @@ class AsyncDaemonClient(DaemonRoutes):
         messages: Sequence[SessionMessage] = (),
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> AsyncSession:
-        """Create a session. A session of this id that exists is returned unchanged.
+        """Create a session. A session of this id that exists is returned unchanged. The ``repr`` of the session says
+        which of them has happened.
 
         Args:
+            session_id: A name of letters, digits, ``-`` and ``_``; by default a new one.
             model: The model of its turns; by default the one that the model server has loaded.
             tools: Names of the tools that its turns may use, or ``time__*`` for all tools of the MCP server ``time``.
                 By default all tools; [] for none.
@@ -308,7 +317,9 @@ class AsyncDaemonClient(DaemonRoutes):
         }
         given = {name: value for name, value in fields.items() if value is not None}
         record = await self.create_session(validated(CreateSession, given))
-        return AsyncSession(self, record.session_id, self._turns)
+        is_used = record.updated_at != record.created_at
+        origin = f"reopened, last used {record.updated_at[:16].replace('T', ' ')} UTC" if is_used else "created"
+        return AsyncSession(self, record.session_id, self._turns, origin=origin)
 
     def events(
         self,

@@ -262,7 +262,7 @@ class Daemon:
         """Id of this daemon. Each daemon has a new one."""
         self.settings = settings
         """The settings that the daemon was created with."""
-        self.tools = lifespan.tools
+        self.python_tools = lifespan.tools
         """The functions that were registered with ``tool``."""
         self.upstream_url = lifespan.upstream_url
         """Address of the server that runs the model."""
@@ -337,7 +337,7 @@ class Daemon:
         """
         if function is None:
             return functools.partial(self.tool, **options)
-        self.tools.register(function, **options)
+        self.python_tools.register(function, **options)
         return function
 
     # Start and stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -13,10 +14,11 @@ from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.daemon.daemon import Daemon
 from lmx_lab.errors import HostingError, InvalidRequestError, McpServerExistsError
 from lmx_lab.panels.workbench import EventSource
+from lmx_lab.results.tables import RecordList
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.events import DaemonEvent
-from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
-from lmx_lab.wire.sessions import CancelTurns
+from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord, ToolRecord
+from lmx_lab.wire.sessions import CancelTurns, SessionRecord
 
 if TYPE_CHECKING:
     from lmx_lab.panels.events import EventsPanel
@@ -34,6 +36,18 @@ def _of_client(method: Callable[Concatenate[DaemonClient, P], T]) -> Callable[Co
         return method(self.client, *args, **kwargs)
 
     return call
+
+
+class SessionTable(RecordList[SessionRecord]):
+    """A page of sessions, displayed as a table."""
+
+    next_cursor: str | None
+    """Value of ``cursor`` for the next page; None on the last page."""
+
+    @property
+    def sessions(self) -> list[SessionRecord]:
+        """The records, under the name that ``client.sessions()`` uses."""
+        return list(self)
 
 
 class LabDaemon(Daemon):
@@ -87,29 +101,62 @@ class LabDaemon(Daemon):
     # Sessions and events
 
     session = _of_client(DaemonClient.session)
-    sessions = _of_client(DaemonClient.sessions)
     events = _of_client(DaemonClient.events)
     permissions = _of_client(DaemonClient.permissions)
     decide = _of_client(DaemonClient.decide)
+
+    def sessions(self, **options: Any) -> SessionTable:
+        """List the sessions, the last used ones first, in pages.
+
+        Args:
+            options: Those of ``client.sessions``: ``limit``, ``cursor``, ``archived`` and ``q``, a text that the title
+                or the id contains.
+        """
+        page = self.client.sessions(**options)
+        table = SessionTable(page.sessions, ("session_id", "title", "model", "status", "created_at", "updated_at"))
+        table.next_cursor = page.next_cursor
+        if page.next_cursor is not None:
+            table.notes = [f"more sessions: lab.daemon.sessions(cursor={page.next_cursor!r})"]
+        return table
 
     def panel(self) -> EventsPanel:
         """Return the event viewer, the same as ``lab.panel("events")``."""
         return self._show()
 
+    @property
+    def tools(self) -> RecordList[ToolRecord]:
+        """The tools that turns can call now: Python functions, and those of the MCP servers that are ready."""
+
+        async def listed() -> list[ToolRecord]:
+            return self.services.toolbox.list_tools()
+
+        return RecordList(self.run(listed()), ("name", "description", "permission", "read_only"))
+
     # MCP servers
 
-    def add_mcp_server(self, name: str, command: Sequence[str] = (), **fields: Any) -> McpServerRecord:
+    def mcp_servers(self) -> RecordList[McpServerRecord]:
+        """List the MCP servers with their states."""
+        columns = ("name", "state", "tools", "permission", "command", "args", "url", "error")
+        return RecordList(self.client.mcp_servers(), columns)
+
+    def add_mcp_server(
+        self, name: str, command: Sequence[str] = (), *, wait: bool = False, **fields: Any
+    ) -> McpServerRecord:
         """Add an MCP server and start it: a program with its arguments, or ``url=`` for a running server.
 
-        If a server with this name exists, it gets this configuration, so that a cell can be run again. The daemon keeps
-        the server and starts it in later runs, until ``remove_mcp_server``.
+        If a server with this name exists, it gets this configuration, so that a cell can be run again; if it has
+        failed, it is started again. The daemon keeps the server and starts it in later runs, until
+        ``remove_mcp_server``.
 
         Args:
+            command: The program ``python`` is the Python of this process, unless ``env`` has another ``PATH``.
+            wait: Whether to wait until the server has started, instead of returning at once.
             fields: Fields of ``McpServerConfig``: ``env``, ``cwd``, ``headers``, ``permission``, ``tool_timeout_s`` and
                 so on. Omitted fields have their defaults, also if the server existed with other values.
 
         Raises:
             InvalidRequestError: the command is a single text, or a field is invalid.
+            HostingError: with ``wait``, the server did not start; the message has the reason.
         """
         if isinstance(command, str):
             raise InvalidRequestError(
@@ -117,18 +164,32 @@ class LabDaemon(Daemon):
                 param="command",
             )
         if command:
-            fields |= {"command": command[0], "args": tuple(command[1:])}
+            is_own = command[0] in ("python", "python3") and "PATH" not in (fields.get("env") or {})
+            fields |= {"command": sys.executable if is_own else command[0], "args": tuple(command[1:])}
         config = validated(
             McpServerConfig, {"name": name, "transport": "http" if "url" in fields else "stdio", **fields}
         )
         try:
-            return self.client.add_mcp_server(config)
+            record = self.client.add_mcp_server(config)
         except McpServerExistsError:
             if self.client.mcp_server(name).transport == config.transport:
                 changed = {field: getattr(config, field) for field in ChangeMcpServer.model_fields}
-                return self.client.change_mcp_server(name, changed)
-            self.client.remove_mcp_server(name)
-            return self.client.add_mcp_server(config)
+                record = self.client.change_mcp_server(name, changed)
+                if record.state in ("failed", "restarting"):
+                    # Its configuration is unchanged, but a missing package may have been installed.
+                    record = self.client.restart_mcp_server(name)
+            else:
+                self.client.remove_mcp_server(name)
+                record = self.client.add_mcp_server(config)
+        if wait:
+            self.run(self.services.servers.wait_started(name))
+            record = self.client.mcp_server(name)
+            if record.error is not None:
+                raise HostingError(
+                    f"the MCP server {name} did not start: {record.error}; correct it and call this again, or remove "
+                    f"it with lab.daemon.remove_mcp_server({name!r})"
+                )
+        return record
 
     remove_mcp_server = _of_client(DaemonClient.remove_mcp_server)
 

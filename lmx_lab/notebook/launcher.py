@@ -303,7 +303,7 @@ async def _take_back(old: Lab, daemon: LabDaemon | None) -> str:
         kept = f"the running lab was not replaced, but its model could not be loaded again: {exc.message}"
     if daemon is not None:
         try:
-            await in_thread(functools.partial(old.start_daemon, tools=daemon.tools))
+            await in_thread(functools.partial(old.start_daemon, tools=daemon.python_tools))
         except LabError as exc:
             kept += f"; its daemon could not be started again: {exc.message}"
     return kept

@@ -311,7 +311,7 @@ class LocalServer:
             upstream_headers=self.services.inference.recording.own_headers,
             tools=tools,
         )
-        self.daemon_tools = daemon.tools
+        self.daemon_tools = daemon.python_tools
         daemon.start()
         self.daemon = daemon
         return daemon

@@ -13,7 +13,7 @@ from lmx_lab.backend import Backend, Ranking
 from lmx_lab.blocking import on_loop
 from lmx_lab.errors import MissingPackageError
 from lmx_lab.results.frames import dtypes_of, make_table
-from lmx_lab.results.tables import align_columns, html_table
+from lmx_lab.results.tables import RecordList, align_columns, html_table
 from lmx_lab.values.outputs import EncodeReport, InputType, RerankMethod, Vectors
 from lmx_lab.wire.admin import ModelRecord, ModelRecords
 
@@ -112,40 +112,21 @@ SHOWN_FIELDS = (
 )
 
 
-class ModelList(list[ModelRecord]):
+class ModelList(RecordList[ModelRecord]):
     """Model records, displayed as a table."""
 
     def __init__(self, found: ModelRecords) -> None:
-        super().__init__(found.models)
+        # ``main`` is shown if it has several candidates.
+        has_choice = sum(record.loaded and not record.pinned for record in found.models) > 1
+        super().__init__(found.models, [name for name in SHOWN_FIELDS if name != "main" or has_choice])
         problems = dict.fromkeys(record.problem for record in found.models if record.problem)
         warnings = [f"{record.id}: {record.warning}" for record in found.models if record.warning]
+        # The faster engine, why some models cannot be loaded, and what is wrong with others.
         self.notes = (*([found.preference.detail] if found.preference else []), *problems, *warnings)
-        """Lines below the table, which state the faster engine, why some models cannot be loaded, and what is wrong
-        with others."""
 
-    @property
-    def _rows(self) -> list[tuple[str, ...]]:
-        """The cells, after a row with the names of the columns. ``main`` is shown if it has several candidates."""
-        has_choice = sum(record.loaded and not record.pinned for record in self) > 1
-        columns = [name for name in SHOWN_FIELDS if name != "main" or has_choice]
-        return [tuple(columns), *(tuple(_cell(record, name) for name in columns) for record in self)]
-
-    def __repr__(self) -> str:
-        return "\n".join([*align_columns(self._rows), *self.notes])
-
-    def _repr_html_(self) -> str:
-        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        columns, *rows = self._rows
-        return f"{html_table(columns, rows)}{notes}"
-
-
-def _cell(record: ModelRecord, name: str) -> str:
-    value = getattr(record, name)
-    if name == "loaded" and record.unloading is not None:
-        value = str(record.unloading)
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
+    def cell(self, record: ModelRecord, name: str) -> str:
+        is_unloading = name == "loaded" and record.unloading is not None
+        return str(record.unloading) if is_unloading else super().cell(record, name)
 
 
 # Methods of a lab

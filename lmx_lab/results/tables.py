@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import html
 import itertools
+import textwrap
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+DESCRIPTION_CHARACTERS = 80
+"""Characters of a description that a table shows."""
 
 
 class Html(str):
@@ -48,3 +54,34 @@ def html_table(
     head = f"<thead><tr>{cells('th scope=col', names)}</tr></thead>" if names else ""
     body = "".join(f"<tr>{cells('th scope=row', row[:first])}{cells('td', row[first:], first)}</tr>" for row in rows)
     return f"<table>{above}{head}<tbody>{body}</tbody></table>"
+
+
+class RecordList(list[T]):
+    """Records, displayed as a table with a column for each of the given fields."""
+
+    notes: Sequence[str] = ()
+    """Lines below the table."""
+
+    def __init__(self, records: Iterable[T], columns: Sequence[str]) -> None:
+        super().__init__(records)
+        self.columns = columns
+
+    def cell(self, record: T, name: str) -> str:
+        """Return what the table shows of a field."""
+        value = getattr(record, name)
+        if name == "description":
+            return textwrap.shorten(value, DESCRIPTION_CHARACTERS, placeholder=" …")
+        if isinstance(value, bool):
+            return "yes" if value else ""
+        return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        return [[self.cell(record, name) for name in self.columns] for record in self]
+
+    def __repr__(self) -> str:
+        return "\n".join([*align_columns([self.columns, *self._rows]), *self.notes])
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return f"{html_table(self.columns, self._rows)}{notes}"

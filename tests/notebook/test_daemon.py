@@ -1,6 +1,8 @@
 """Test the daemon of a lab: both start and stop together, and the daemon survives a new launch."""
 
 import asyncio
+import shutil
+import sys
 import threading
 from contextlib import aclosing
 
@@ -12,6 +14,7 @@ from lmx_lab.errors import DaemonRunningError, HostingError, InvalidRequestError
 from lmx_lab.notebook.daemon import merge_events
 from lmx_lab.settings import Settings
 from tests.support.daemons import client, serving
+from tests.support.mcp import COUNTING
 
 
 @pytest.fixture
@@ -150,6 +153,57 @@ def test_an_mcp_server_that_exists_gets_the_given_configuration(options):
     other = lab.daemon.add_mcp_server("time", url="http://127.0.0.1:9/mcp", enabled=False)
     assert (other.transport, other.command, other.permission) == ("http", None, "ask")
     lab.daemon.remove_mcp_server("time")
+
+
+@pytest.mark.slow
+def test_python_in_a_command_is_the_python_of_the_kernel(options, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lab = lmx_lab.launch(**options)
+    added = lab.daemon.add_mcp_server(
+        "counting", ["python", "-I", str(COUNTING), str(tmp_path / "calls"), "0"], wait=True
+    )
+    assert (added.state, added.command) == ("ready", sys.executable)
+    assert [line.split()[:2] for line in repr(lab.daemon.mcp_servers()).splitlines()] == [
+        ["name", "state"],
+        ["counting", "ready"],
+    ]
+
+    @lab.daemon.tool(read_only=True)
+    def noon() -> str:
+        """Return the time. It is always noon."""
+        return "noon"
+
+    names = [tool.name for tool in lab.daemon.tools]
+    assert names == sorted(names)
+    assert {"noon", "counting__count"} <= set(names)
+    assert "<td style='text-align:left'>Return the time. It is always noon.</td>" in lab.daemon.tools._repr_html_()
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_is_an_error_with_the_reason_and_can_be_added_again(options, tmp_path):
+    lab = lmx_lab.launch(**options)
+    server = tmp_path / "server.py"
+    command = ["python", str(server), str(tmp_path / "calls"), "0"]
+    with pytest.raises(HostingError, match=r"the MCP server late did not start: .*No such file") as caught:
+        lab.daemon.add_mcp_server("late", command, wait=True)
+    assert "lab.daemon.remove_mcp_server('late')" in str(caught.value)
+    shutil.copy(COUNTING, server)
+    assert lab.daemon.add_mcp_server("late", command, wait=True).state == "ready"
+
+
+@pytest.mark.slow
+def test_a_session_is_created_or_reopened_by_its_name(options):
+    lab = lmx_lab.launch("echo", **options)
+    session = lab.daemon.session("letters", title="Letters to Ann")
+    assert repr(session) == f"<Session letters of {lab.daemon.url}, created>"
+    session.run("one")
+    again = lab.daemon.session("letters")
+    assert repr(again).startswith(f"<Session letters of {lab.daemon.url}, reopened, last used 20")
+    assert len(again.snapshot().messages) == 2
+    header, row = repr(lab.daemon.sessions()).splitlines()
+    assert header.split() == ["session_id", "title", "model", "status", "created_at", "updated_at"]
+    assert row.startswith("letters     Letters to Ann  ")
+    assert [record.session_id for record in lab.daemon.sessions(limit=1).sessions] == ["letters"]
 
 
 @pytest.mark.slow

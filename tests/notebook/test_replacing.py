@@ -314,7 +314,7 @@ def test_after_a_load_that_fails_pinned_models_and_the_daemon_are_there_again(tm
         restored(lab, "long")
         assert (lab.embed("a cat") == vector).all()
         assert lab.daemon is not before
-        assert [tool.name for tool in lab.daemon.tools.list_tools()] == ["noon"]
+        assert [tool.name for tool in lab.daemon.tools] == ["noon"]
 
 
 def test_a_lab_whose_model_cannot_be_loaded_again_still_runs(tmp_path, options):

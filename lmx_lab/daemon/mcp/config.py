@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -194,7 +195,9 @@ def find_program(config: McpServerConfig) -> str:
             raise McpFailure("invalid", f"{command!r:.200} is not an executable program; check command")
         return str(path.absolute())
     search_path = environment(config)["PATH"]
-    if (program := shutil.which(command, path=search_path)) is None:
+    # A kernel's PATH often lacks the folder with the programs of its own environment.
+    own_programs = os.path.dirname(sys.executable)
+    if (program := shutil.which(command, path=f"{search_path}{os.pathsep}{own_programs}")) is None:
         searched = one_line(SecretRedactor.of(config).redact(search_path))
         raise McpFailure(
             "command-not-found",

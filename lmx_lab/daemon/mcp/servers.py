@@ -302,9 +302,9 @@ class McpServers:
         """Whether a server is being started for the first time."""
         return not all(server.started.is_set() for server in self._servers.values())
 
-    async def wait_started(self) -> None:
-        """Wait until no server is being started for the first time."""
-        for server in list(self._servers.values()):
+    async def wait_started(self, name: str | None = None) -> None:
+        """Wait until no server is being started for the first time, or only the server of this name."""
+        for server in list(self._servers.values()) if name is None else [self._get(name)]:
             await server.started.wait()
 
     async def call(self, name: str, arguments: dict[str, Any], on_progress: Callable[[str], None]) -> ToolResult | None:
