@@ -12,9 +12,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from importlib import import_module
 
 OLDEST_PYTHON = (3, 11)
+STARTED_S = time.perf_counter()
+"""The start of the process, by ``time.perf_counter``."""
 SUCCESS = 0
 FAILED = 1
 USAGE = 2

@@ -48,6 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 # In the order in which --help lists them.
 for _module in (serve, labs, daemon, chat, events, bench, models, doctor):

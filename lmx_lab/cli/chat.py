@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,16 +64,23 @@ def chat(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt, of a new session if a daemon runs.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer. By default that of the server, 4096.")
+    ] = None,
     allow: Annotated[bool, typer.Option("--allow", help="Run tools without asking for a permission.")] = False,
     url: DaemonUrl = None,
     token: DaemonToken = None,
 ) -> None:
-    """Chat with a model. Ctrl-C cancels the answer.
+    """Chat with a model. Ctrl-C cancels the answer, and a closed terminal also ends the chat.
 
     If a daemon runs, the chat is stored in one of its sessions and may call tools; without a terminal, tools that need
     a permission are denied. Without a daemon, a running lab answers, or the model is loaded for this chat. The answer
     goes to standard output, everything else to standard error.
     """
+    # Under nohup, the signal of a closed terminal is ignored, and stays ignored.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _hang_up)
     # None if the chat is interactive.
     question = None
     if text or not is_interactive():
@@ -84,7 +93,7 @@ def chat(
         conversation: Conversation
         if session is None and not new and url is None and token is None and not _daemon_runs():
             lab = stack.enter_context(lab_for_chat(settings_with_folders(), model))
-            conversation = DirectConversation(lab, system=system)
+            conversation = DirectConversation(lab, system=system, max_tokens=max_tokens)
         else:
             client = stack.enter_context(daemon_client(url, token))
             is_new = new or model is not None or system is not None
@@ -97,10 +106,16 @@ def chat(
             with contextlib.suppress(OSError):  # The answer matters more than the file.
                 last.parent.mkdir(parents=True, exist_ok=True)
                 last.write_text(json.dumps({"session_id": current.session_id}), encoding="utf-8")
-            conversation = SessionConversation(current, allow=allow)
+            conversation = SessionConversation(current, allow=allow, max_tokens=max_tokens)
         if question is not None:
             sys.exit(conversation.ask(question))
         conversation.run()
+
+
+def _hang_up(number: int, frame: object) -> None:
+    """Cancel the answer as Ctrl-C does, and end the input."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.raise_signal(signal.SIGINT)
 
 
 def _daemon_runs() -> bool:

@@ -35,7 +35,7 @@ from lmx_lab.wire.events import (
     TurnQueuedEvent,
     TurnTokenEvent,
 )
-from lmx_lab.wire.sessions import Decision, PermissionRecord
+from lmx_lab.wire.sessions import Decision, PermissionRecord, TurnOverrides
 
 with contextlib.suppress(ImportError):  # Some builds of Python do not have readline.
     import readline  # noqa: F401  (importing it gives input() a history and editing)
@@ -86,14 +86,17 @@ class Conversation(ABC):
 class SessionConversation(Conversation):
     """A conversation in a session of the daemon. Ctrl-C cancels the turn."""
 
-    def __init__(self, session: Session, *, allow: bool) -> None:
+    def __init__(self, session: Session, *, allow: bool, max_tokens: int | None = None) -> None:
         self._session = session
         self._allow = allow
+        self._overrides = TurnOverrides(max_tokens=max_tokens)
         self.note = f"session {session.session_id}; Ctrl-D ends the chat, and the next lmx-lab chat continues it"
 
     def _answer(self, text: str, printer: AnswerPrinter) -> None:
         # Closing the stream cancels the turn, for example if standard output was closed.
-        with contextlib.closing(self._session.stream(text, on_permission=self._decide)) as events:
+        with contextlib.closing(
+            self._session.stream(text, overrides=self._overrides, on_permission=self._decide)
+        ) as events:
             for event in events:
                 printer.print(event)
 
@@ -214,13 +217,14 @@ class DirectConversation(Conversation):
 
     note = "Ctrl-D ends the chat, which is not stored; with lmx-lab daemon, a chat is stored as a session"
 
-    def __init__(self, lab: lmx_lab.Lab, *, system: str | None) -> None:
+    def __init__(self, lab: lmx_lab.Lab, *, system: str | None, max_tokens: int | None = None) -> None:
         self._lab = lab
+        self._limits = {} if max_tokens is None else {"max_tokens": max_tokens}
         self._messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system is not None else []
 
     def _answer(self, text: str, printer: AnswerPrinter) -> None:
         messages = [*self._messages, {"role": "user", "content": text}]
-        with contextlib.closing(self._lab.chat(messages, stream=True)) as stream:
+        with contextlib.closing(self._lab.chat(messages, stream=True, **self._limits)) as stream:
             for piece in stream:
                 printer.write(piece)
             printer.end_line()

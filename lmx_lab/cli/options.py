@@ -1,7 +1,8 @@
 """Parse command-line options: help texts, errors in one line, and options and checks that several commands share.
 
 By default, typer reports a mistake in a box of several lines. In the help, it shows ``<bool>`` for a switch, which
-takes no value, and ``<list[str]>`` for an option that can be repeated.
+takes no value, and ``<list[str]>`` for an option that can be repeated. Its tables for rich have six columns, which
+leaves 18 characters for the texts on a terminal of 80, so the help is plain text in two columns.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from lmx_lab.cli.completion import complete_model
@@ -30,24 +30,55 @@ if TYPE_CHECKING:
 NUMBERS = {"int_parsing": "a whole number", "int_parsing_size": "a smaller number", "float_parsing": "a number"}
 """The expected value of an option, by the type of pydantic's error."""
 USUAL_NUMBER = re.compile(r"[0-9]{1,9}")
+OTHER_COMMANDS = {
+    "run": "chat -m MODEL",
+    "list": "models",
+    "ls": "models",
+    "download": "pull",
+    "show": "plan",
+    "start": "serve",
+    "delete": "rm",
+    "remove": "rm",
+}
+"""Names of commands in other programs, with the ones here."""
 STATUS = "0 on success, 1 on failure, 2 if an argument or a setting is not valid, 130 after Ctrl-C"
 
 
 def epilog(*examples: str, needs: str = "", status: str = STATUS) -> str:
     """Return the text below a command's options: what the command needs, examples, and its exit statuses."""
+    # Lines of a paragraph that begins with this character are not joined.
     lines = [f"Needs {needs}.\n"] if needs else []
-    lines += ["Examples:", *(f"  {example}" for example in examples), f"\nExit status: {status}."]
-    return escape("\n".join(lines))
+    lines += ["\b\nExamples:", *(f"  {example}" for example in examples), f"\nExit status: {status}."]
+    return "\n".join(lines)
 
 
 # Parsing
 
 
 class Command(TyperCommand):
-    """A command whose help shows options in the way they are typed."""
+    """A command whose help shows options in the way they are typed, in sections."""
+
+    sections: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """The parameters of each section. Others are in the section ``Options``."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _adapted(super().get_params(ctx), ctx)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        section_of = {name: title for title, names in self.sections.items() for name in names}
+        found: dict[str, list[Any]] = {title: [] for title in ("Arguments", *self.sections, "Options")}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is None:
+                continue
+            if isinstance(param, TyperOption):
+                found[section_of.get(param.name, "Options")].append(record)
+            else:
+                # An argument is shown without its type.
+                found["Arguments"].append((param.name, record[1]))
+        for title, rows in found.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -65,6 +96,16 @@ class CommandGroup(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _adapted(super().get_params(ctx), ctx)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        # typer would cut each text to one line.
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(400)) for name, each in self.commands.items()])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (other := OTHER_COMMANDS.get(args[0])) is not None:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {f'{ctx.command_path} {other}'!r}?")
+        return super().resolve_command(ctx, args)
+
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command that the arguments name, and end with ``SystemExit``.
 
@@ -76,8 +117,8 @@ class CommandGroup(TyperGroup):
             sys.exit(super().main(*args, **{**named, "standalone_mode": False}))
         except typer.TyperException as exc:
             if not (text := exc.format_message()) or "\n" in text:
-                # There were no arguments, and the text is the help, unless rich has already printed it.
-                sys.stdout.write(text)
+                # There were no arguments, and the text is the help.
+                print(text)
                 sys.exit(exc.exit_code)
             message = exc.format_message().rstrip(".")
             mistakes = getattr(exc.__cause__, "errors", None)

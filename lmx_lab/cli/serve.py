@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.cli.options import Command, check_host, epilog, settings_with_folders, with_load_options
-from lmx_lab.cli.process import garbage_collection_paused, print_requests, start_logging
+from lmx_lab.cli.options import LOAD_OPTIONS, Command, check_host, epilog, settings_with_folders, with_load_options
+from lmx_lab.cli.process import garbage_collection_paused, print_requests, start_logging, stop_on_signals
+from lmx_lab.cli.terminal import print_line
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.heap import return_large_blocks
 from lmx_lab.values.models import LoadSpec
@@ -20,8 +23,26 @@ app = typer.Typer()
 MAX_GB = 1_000_000
 
 
+class Serve(Command):
+    """``lmx-lab serve``, with its many options in sections."""
+
+    sections: ClassVar[Mapping[str, Sequence[str]]] = {
+        "Model": ("model", *LOAD_OPTIONS, "no_downloads", "models"),
+        "Address and access": (
+            *("host", "port", "api_key", "cors_origin", "allow_host", "lan_admin"),
+            *("announce", "announce_name", "no_page"),
+        ),
+        "Several models": ("embedder", "reranker", "resident", "swap", "model_alias", "any_model", "idle_unload"),
+        "Requests": ("slots", "queue_limit", "request_timeout"),
+        "Memory and CPU": (
+            *("memory_limit", "prefix_cache", "prefix_cache_dir", "prefix_cache_disk", "dtype", "threads"),
+        ),
+        "Records and logs": ("record", "record_to", "otel", "log_level", "quiet"),
+    }
+
+
 @app.command(
-    cls=Command,
+    cls=Serve,
     help="""Run the inference server until Ctrl-C or SIGTERM.
 
 It serves the chat-completions format at /v1, for any client of that format. Most options can also be set by \
@@ -184,11 +205,18 @@ def serve(
         log_level=log_level,
     )
     start_logging(settings.log_level)
+    # Before the imports of the engine and the server, which take about a second.
+    stopped: Future[None] = Future()
+    stop_on_signals(lambda _: stopped.set_result(None))
+    for pinned in filter(None, (settings.embedder, settings.reranker)):
+        print_line(f"loading {pinned}, which stays in memory")
+    if spec is not None:
+        print_line(f"loading {spec.model}")
     return_large_blocks()
     with garbage_collection_paused(), contextlib.nullcontext() if quiet else print_requests():
         from lmx_lab.cli.server import run_server
 
-        run_server(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ)
+        run_server(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, stopped=stopped)
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import lmx_lab
-from lmx_lab.cli.process import freeze_objects, stop_on_signals
+from lmx_lab.cli import STARTED_S
+from lmx_lab.cli.process import freeze_objects
 from lmx_lab.cli.terminal import print_line
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.tokenizing.templates import prepare_rendering
@@ -18,28 +21,23 @@ from lmx_lab.urls import qr_half_blocks
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
 
 
-def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
+def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, stopped: Future[None]) -> None:
     """Start the server, load the models, and return when a signal or an error has ended the server.
 
     Args:
         spec: The model to load at the start; None loads none.
         explicit_port: Whether the caller chose the port, which then must be free.
+        stopped: Done after the first signal.
     """
-    asyncio.run(_run(settings, spec, explicit_port=explicit_port))
+    asyncio.run(_run(settings, spec, explicit_port=explicit_port, stopped=stopped))
 
 
-async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool) -> None:
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
-
-    def set_stopped(_: int) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop has already ended.
-            loop.call_soon_threadsafe(stopped.set)
-
-    stop_on_signals(set_stopped)
-    stop = asyncio.create_task(stopped.wait(), name="lmx-lab stop")
+async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, stopped: Future[None]) -> None:
+    # Shielded, because a future that is cancelled could not be done by a later signal.
+    stop = asyncio.shield(asyncio.wrap_future(stopped))
     engine = ModelManager(settings)
     async with contextlib.AsyncExitStack() as stack:
-        tasks: list[asyncio.Task[Any]] = [stop]
+        tasks: list[asyncio.Future[Any]] = [stop]
         stack.callback(engine.stop)
         stack.push_async_callback(_cancel, tasks)
         first = _first_load(engine, spec)
@@ -69,7 +67,7 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
         print_line("stopping")
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -88,7 +86,7 @@ def _first_load(engine: ModelManager, spec: LoadSpec | None) -> asyncio.Task[Loa
     return None
 
 
-async def _wait_for_files(engine: ModelManager, load: asyncio.Task[LoadReport], stop: asyncio.Task[Any]) -> None:
+async def _wait_for_files(engine: ModelManager, load: asyncio.Task[LoadReport], stop: asyncio.Future[Any]) -> None:
     """Wait until the files of a model were found or are being downloaded, or until the load has ended.
 
     Before that, imports would delay the load, because both need Python's lock.
@@ -116,18 +114,17 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[Lo
             f"port {lab.settings.port} is in use, so the server uses port {lab.server.port}; to choose another, use "
             "--port"
         )
-    for name in (lab.settings.embedder, lab.settings.reranker):
-        if name is not None:
-            print_line(f"loading {name}, which stays in memory")
     if first is not None and first.done():
         first.result()
     await lab.apin_encoders()
     if spec is not None:
-        print_line(f"loading {spec.model}")
         # Joins the load if it is in progress.
         report = await lab.aload(spec.model, **spec.options)
         print_line(repr(report))
-    print_line(f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs)", style="bold")
+    seconds = f"started in {time.perf_counter() - STARTED_S:.1f} s"
+    print_line(
+        f"LMX Lab is ready at {lab.url}  (chat format: {lab.url}/v1, docs: {lab.url}/docs; {seconds})", style="bold"
+    )
     for url in lab.server.addresses.lan_urls:
         print_line(f"on the LAN at {url}", style="bold")
     if lab.server.announced_name:

@@ -15,6 +15,7 @@ import typer
 from lmx_lab.cli import app as application
 from lmx_lab.cli.app import run
 from lmx_lab.cli.event_printer import as_line_of_json
+from lmx_lab.cli.serve import Serve
 from lmx_lab.cli.terminal import single_line
 from lmx_lab.errors import LabError
 from lmx_lab.wire.events import Envelope
@@ -30,6 +31,8 @@ FULL = Path("/dev/full")
     ("arguments", "message"),
     [
         ("sreve", "no such command 'sreve'. Did you mean 'serve'? See lmx-lab --help"),
+        ("run smollm2-135m", "no such command 'run'. Did you mean 'lmx-lab chat -m MODEL'? See lmx-lab --help"),
+        ("list", "no such command 'list'. Did you mean 'lmx-lab models'? See lmx-lab --help"),
         ("--nope", "no such option: --nope. See lmx-lab --help"),
         (
             "serve --prot 1",
@@ -80,18 +83,18 @@ def test_an_invalid_command_line_is_one_line_with_the_next_step(tmp_path, argume
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("arguments", "code", "printed"),
     [
-        ("pull no-such", "model-not-found"),
-        ("serve --port 0 --model no-such", "model-not-found"),
-        ("serve --port 0 --model tiny --memory-limit 0.001", "oom-unloaded"),
-        ("chat hello", "no-model-loaded"),
+        ("pull no-such", "model-not-found", ""),
+        ("serve --port 0 --model no-such", "model-not-found", "loading no-such\n"),
+        ("serve --port 0 --model tiny --memory-limit 0.001", "oom-unloaded", "loading tiny\n"),
+        ("chat hello", "no-model-loaded", ""),
     ],
 )
-def test_a_failure_is_one_line_with_its_code(tiny_home, arguments, code):
+def test_a_failure_is_one_line_with_its_code(tiny_home, arguments, code, printed):
     # A lab of this machine may use the default port.
     ended = run_command(tiny_home, *arguments.split(), environ={"LMX_LAB_PORT": "9"})
-    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, printed, 1)
     assert ended.stderr.startswith(f"{code}: ")
 
 
@@ -221,6 +224,15 @@ def test_the_help_of_a_command_has_valid_examples_and_exit_statuses(tmp_path, na
         command.make_context(name, arguments or [], help_option_names=["--help", "-h"])
     assert "Exit status: 0" in command.epilog
     assert max(len(line) for line in command.epilog.splitlines() if line.startswith("  ")) <= 78
+
+
+def test_the_options_of_the_server_are_in_sections_and_readable_at_80_columns(tmp_path):
+    shown = run_command(tmp_path, "serve", "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    titles = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [*(f"{title}:" for title in Serve.sections), "Options:"]
+    assert shown.partition("\nOptions:\n")[2].split()[:2] == ["-h,", "--help"], "an option without a section"
+    assert "  --port <int>           Port; 0 for any free one. By default 8400, or the\n" in shown
 
 
 def test_the_help_has_examples_without_markup(capsys):

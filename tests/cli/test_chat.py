@@ -1,13 +1,18 @@
 """Tests of ``lmx-lab chat``: with a daemon in this process, and without one."""
 
+import os
+import pty
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from lmx_lab.client import DaemonClient
 from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
-from tests.support.commands import run_command, signal_at
+from tests.support.commands import WAIT_S, Running, environment, run_command, signal_at
 from tests.support.model_server import STALL, Gate, calls, refuses, says, token
 
 UNUSED_PORT = 9
@@ -168,6 +173,48 @@ def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path, daemon, upstream
 
     done = run_command(tmp_path, *CHAT, meanwhile=leave)
     assert (done.status, done.stderr) == (1, "")
+    assert cancelled_turns(tmp_path) == 1
+
+
+ON_ITS_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""A program that becomes another one, whose controlling terminal is its standard input."""
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_cancels_the_turn_and_ends_the_chat(tmp_path, daemon, upstream):
+    upstream.then([token("Hel"), STALL])
+    terminal, own = pty.openpty()
+    program = [sys.executable, "-c", ON_ITS_TERMINAL, str(Path(sys.executable).with_name("lmx-lab"))]
+    chat = subprocess.Popen(
+        [*program, "chat", "--session", "s", "--max-tokens", "100"],
+        stdin=own, stdout=own, stderr=own, start_new_session=True, env=environment(tmp_path),
+    )  # fmt: skip
+    os.close(own)
+    running = Running(terminal)
+    running.wait_for("> ")
+    running.type("hello\n")
+    running.wait_for("Hel")
+    running.close_output()
+    assert chat.wait(WAIT_S) == 1, "its output was lost"
+    assert cancelled_turns(tmp_path) == 1
+    assert upstream.bodies[0]["max_tokens"] == 100
+
+
+@pytest.mark.slow
+def test_a_signal_ends_an_interactive_chat_after_its_turn_was_cancelled(tmp_path, daemon, upstream):
+    upstream.then([token("Hel"), STALL])
+
+    def hang_up(chat):
+        chat.wait_for("> ")
+        chat.type("hello\n")
+        signal_at("Hel", signal.SIGHUP)(chat)
+
+    done = run_command(tmp_path, "chat", terminal=True, meanwhile=hang_up)
+    assert (done.status, "cancelled" in done.stdout) == (0, True)
     assert cancelled_turns(tmp_path) == 1
 
 
