@@ -42,6 +42,7 @@ from lmx_lab.wire.admin import (
     KeepAnswer,
     ModelRecords,
     RequestEvent,
+    RunningRequest,
     Sample,
     TraceBody,
 )
@@ -375,6 +376,16 @@ class Backend(Protocol):
 
         Args:
             most: Maximum number of requests; the newest are returned. None sets no limit.
+        """
+
+    async def clients(self) -> Sequence[RunningRequest]:
+        """Return the requests of all clients that wait or run, oldest first."""
+
+    async def stop_request(self, id_: str) -> str:
+        """Stop a request that waits or runs, given the beginning of its id, and return the id.
+
+        Raises:
+            NotFoundError: no such request has this id.
         """
 
     async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:

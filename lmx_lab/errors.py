@@ -30,6 +30,7 @@
         GoneError
           CursorExpiredError
           PermissionExpiredError
+          RequestStoppedError
       UnavailableError
         NotLoadedError
           OtherModelLoadedError
@@ -229,6 +230,19 @@ class CursorExpiredError(GoneError, code="cursor-expired"):
 
 class PermissionExpiredError(GoneError, code="permission-expired"):
     """The time for a decision on the permission is over, or its turn has ended."""
+
+
+class RequestStoppedError(GoneError, code="request-stopped"):
+    """The request was stopped on the server while it waited or ran."""
+
+    def __init__(
+        self,
+        message: str = "the request was stopped on the server; send it again if its answer is still needed",
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
 
 
 # The request is right, but cannot be served now.

@@ -63,7 +63,11 @@ from lmx_lab.wire.admin import (
     NotReady,
     Ready,
     RequestEvent,
+    RunningRequest,
+    RunningRequests,
     Sample,
+    StopRequest,
+    StopRequestAnswer,
     Throughput,
     TimelinePage,
     TraceBody,
@@ -568,6 +572,22 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             before = page.before
         return ServerTimeline(requests=tuple(reversed(requests)), models=tuple(models))
 
+    async def clients(self) -> list[RunningRequest]:
+        """Return the requests that wait or run, oldest first. A server on another machine returns only own ones."""
+        return (await self._connection.fetch("GET", "/admin/requests", RunningRequests, within_s=QUICK_S)).requests
+
+    async def stop_request(self, id_: str) -> str:
+        """Stop a request that waits or runs, whose client gets an error, and return its id.
+
+        Args:
+            id_: The id in ``clients``, or the beginning of only one id.
+
+        Raises:
+            NotFoundError: no request that waits or runs has this id.
+        """
+        content = validated(StopRequest, {"id": id_})
+        return (await self._connection.fetch("POST", "/admin/requests/stop", StopRequestAnswer, content=content)).id
+
     async def plan(self, model: str, **options: Unpack[LoadOptions]) -> LoadPlan:
         """Return what a load of a model would use in memory, and whether there is room for it. Nothing is loaded.
 
@@ -736,6 +756,8 @@ class LabClient(BlockingClient[AsyncLabClient]):
     trace = twin(AsyncLabClient.trace)
     models = twin(AsyncLabClient.models)
     timeline = twin(AsyncLabClient.timeline)
+    clients = twin(AsyncLabClient.clients)
+    stop_request = twin(AsyncLabClient.stop_request)
     plan = twin(AsyncLabClient.plan)
     load = twin(AsyncLabClient.load)
     unload = twin(AsyncLabClient.unload)

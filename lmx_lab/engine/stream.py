@@ -60,7 +60,8 @@ class Mailbox:
                 self.scores = item
                 return
             case _:
-                self.end = item
+                # The first one counts: a generation that was stopped may have ended in the meantime.
+                self.end = self.end or item
         self.changed.set()
 
     def take(self) -> Delta | None:
@@ -226,6 +227,14 @@ class Answer:
         if self.on_end is not None:
             with suppress(RuntimeError):  # The loop is closed, so the observer is not needed anymore.
                 self._mailbox.loop.call_soon_threadsafe(self._end)
+
+    def fail(self, error: LabError) -> None:
+        """Cancel the generation, and end it with an error for its reader. Ignored if it has ended. May be called from
+        any thread.
+        """
+        self._cancel()
+        with suppress(RuntimeError):  # The loop is closed, and the reader with it.
+            self._mailbox.loop.call_soon_threadsafe(self._mailbox.deliver, error)
 
     async def __aenter__(self) -> Self:
         return self

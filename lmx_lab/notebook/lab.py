@@ -61,7 +61,7 @@ NAMES = {
         *("requests", "explore", "timeline", "hooks", "trace", "logit_lens", "attention"),
         *("direct_logit_attribution", "patch", "steering_vector", "probe"),
     ),
-    "show": ("panel", "metrics", "snapshot", "report"),
+    "show": ("panel", "metrics", "snapshot", "report", "clients", "stop_request"),
     "connect": (*("url", "lan_url", "proxy_url", "openai", "settings", "daemon", "start_daemon", "running", "stop"),),
 }
 """The names that completion offers, without their awaitable forms. Others are for programs and this package."""
@@ -82,7 +82,7 @@ class Lab:
     - tables: ``map``, ``embed_frame``, ``search``, ``evaluate``, ``experiments``, ``compare``, ``bench``
     - look inside: ``requests``, ``explore``, ``timeline``, ``hooks``, ``trace``, ``logit_lens``, ``attention``,
       ``direct_logit_attribution``, ``patch``, ``steering_vector``, ``probe``
-    - show: ``panel``, ``metrics``, ``snapshot``, ``report``
+    - show: ``panel``, ``metrics``, ``snapshot``, ``report``, ``clients``, ``stop_request``
     - connect: ``url``, ``lan_url``, ``proxy_url``, ``openai``, ``settings``, ``daemon``, ``start_daemon``, ``running``,
       ``stop``
 
@@ -349,6 +349,9 @@ class Lab:
         return await measure(self.backend, plan, compare=compare, record=record, engines=engines, names=names)
 
     bench, abench = both(_bench)
+
+    clients, aclients = of_backend(results.clients)
+    stop_request, astop_request = of_backend(results.stop_request)
 
     # Look inside
 

@@ -66,6 +66,7 @@ from lmx_lab.wire.admin import (
     KeepAnswer,
     ModelRecords,
     RequestEvent,
+    RunningRequest,
     Sample,
     TraceBody,
 )
@@ -491,6 +492,12 @@ class LocalBackend:
 
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
         return self._services.inference.timelines.read(last_s, most=most)
+
+    async def clients(self) -> Sequence[RunningRequest]:
+        return self._services.inference.running.read()
+
+    async def stop_request(self, id_: str) -> str:
+        return self._services.inference.running.stop(id_)
 
     async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
         # Requests of a batch have an id, so that the row of a table leads to its record.

@@ -44,6 +44,7 @@ from lmx_lab.wire.admin import (
     ModelRecords,
     NotReady,
     RequestEvent,
+    RunningRequest,
     Sample,
     TraceBody,
 )
@@ -315,6 +316,12 @@ class RemoteBackend:
 
     async def timeline(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
         return await self.portal.call(self._client.timeline(last_s, most=most))
+
+    async def clients(self) -> Sequence[RunningRequest]:
+        return await self.portal.call(self._client.clients())
+
+    async def stop_request(self, id_: str) -> str:
+        return await self.portal.call(self._client.stop_request(id_))
 
     async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
         # Always streamed, because the time to the first token is measured.

@@ -15,7 +15,7 @@ from lmx_lab.errors import MissingPackageError
 from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.results.tables import RecordList, align_columns, html_table
 from lmx_lab.values.outputs import EncodeReport, InputType, RerankMethod, Vectors
-from lmx_lab.wire.admin import ModelRecord, ModelRecords
+from lmx_lab.wire.admin import ModelRecord, ModelRecords, RunningRequest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,7 +129,56 @@ class ModelList(RecordList[ModelRecord]):
         return str(record.unloading) if is_unloading else super().cell(record, name)
 
 
+CLIENT_FIELDS = tuple(RunningRequest.model_fields)
+
+
+class ClientList(list[RunningRequest]):
+    """The requests that wait or run, displayed as a table."""
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """The requests as a pandas data frame.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        return make_table([each.model_dump() for each in self], dtypes_of(RunningRequest))
+
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
+        shown = [
+            {**dict(each), "client": each.client or "this notebook", "age_s": f"{each.age_s:.1f}"} for each in self
+        ]
+        return [tuple(map(str, each.values())) for each in shown]
+
+    def __repr__(self) -> str:
+        return "\n".join(align_columns([CLIENT_FIELDS, *self._rows])) if self else "no request waits or runs"
+
+    def _repr_html_(self) -> str:
+        return html_table(CLIENT_FIELDS, self._rows) if self else repr(self)
+
+
 # Methods of a lab
+
+
+async def clients(backend: Backend) -> ClientList:
+    """Return who uses the server: the requests of all clients that wait or run, oldest first. ``.df`` is a data frame.
+
+    If the server is on another machine, only requests of this machine are returned.
+    """
+    return ClientList(await on_loop(backend.portal, backend.clients()))
+
+
+async def stop_request(backend: Backend, id_: str) -> str:
+    """Stop a request that waits or runs, and return its id. Its client gets the error ``request-stopped``.
+
+    Args:
+        id_: The id in ``lab.clients()``, or the beginning of only one id.
+
+    Raises:
+        NotFoundError: no request that waits or runs has this id, or several have it.
+    """
+    return await on_loop(backend.portal, backend.stop_request(id_))
 
 
 async def models(backend: Backend) -> ModelList:

@@ -36,6 +36,7 @@ from lmx_lab.server.pages import page_routes
 from lmx_lab.server.recording import Recording, SaveRecord
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.responses import responses_routes
+from lmx_lab.server.running import running_routes
 from lmx_lab.server.timelines import timeline_routes
 from lmx_lab.server.tokens import token_routes
 from lmx_lab.server.tracing import trace_routes
@@ -136,6 +137,7 @@ def create_server(
     api.include_router(listing_routes(manager))
     api.include_router(admin_routes(manager))
     api.include_router(event_routes(manager=manager, feed=feed))
+    api.include_router(running_routes(inference.running))
     api.include_router(timeline_routes(inference.timelines))
     api.include_router(trace_routes(manager))
     api.include_router(metrics_routes(metrics))

@@ -34,6 +34,7 @@ from lmx_lab.http.errors import client_of
 from lmx_lab.http.guard import Scope, is_local
 from lmx_lab.server.events import ServerEvent
 from lmx_lab.server.recording import Recorded, Recording, continued_request, request_from_json, with_seed
+from lmx_lab.server.running import Running
 from lmx_lab.server.timelines import TimelineLog
 from lmx_lab.values.models import Kind
 from lmx_lab.values.outputs import Delta, EncodeReport, GenerationReport, TokenLogprob, Vectors
@@ -103,6 +104,8 @@ class InferenceService:
         self._keep_answers = keep_answers
         self.timelines = TimelineLog()
         """The engines' steps for the last requests."""
+        self.running = Running()
+        """The requests that wait or run."""
 
     def blocked_limit_s(self, generations: Iterable[Answer]) -> float:
         """Return how long the client of these generations may accept no data before they are cancelled.
@@ -150,7 +153,13 @@ class InferenceService:
                     f"only callers on the server's machine may send {name}: programs that call http://127.0.0.1 or "
                     f"http://localhost directly or send the API key; leave {name} out"
                 )
-            answers = await self.manager.generate(request, choices)
+            answers = await self.running.wait(
+                self.manager.generate(request, choices),
+                caller=caller,
+                kind="chat",
+                model=request.model or self.manager.snapshot.model or "",
+                is_queued=True,
+            )
         except (LabError, asyncio.CancelledError) as exc:
             # The name in the request is not used: a caller can choose it freely, and it is a label of a metric.
             model = self.manager.snapshot.model or ""
@@ -169,6 +178,7 @@ class InferenceService:
                 model=answer.model,
                 prompt_tokens=len(answer.prompt),
             )
+        self.running.add(answers)
         return answers
 
     async def regenerate(self, record: Record) -> Record:
@@ -286,7 +296,7 @@ class InferenceService:
         resident = self.manager.model_for(request.model, kinds, local=request.caller.local)
         model = resident.entry.id if resident is not None else ""
         try:
-            result = await computing
+            result = await self.running.wait(computing, caller=request.caller, kind=kind, model=model)
             # JSON cannot represent other values.
             if not np.isfinite(values(result)).all():
                 raise EngineError(
@@ -316,6 +326,7 @@ class InferenceService:
     def _answered(self, recorded: Recorded | None, answer: Answer, outcome: Outcome, code: str | None) -> None:
         """Report the end of an answer. It is recorded first, so that the reader of an event finds the record."""
         report = answer.report
+        self.running.end(answer)
         self.timelines.end(answer.steps, outcome, code, report)
         if recorded is not None:
             self.recording.end(recorded, answer, outcome, code)

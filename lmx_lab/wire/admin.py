@@ -208,6 +208,46 @@ class CancelLoadAnswer(BaseModel):
     success: Literal[True] = True
 
 
+class RunningRequest(BaseModel):
+    """A request that waits or runs."""
+
+    id: str
+    """The id of the response in the header ``x-request-id``; ``lab_1`` and so on for requests of the notebook that runs
+    the server."""
+    client: str | None
+    """Address of the client; null for the notebook that runs the server."""
+    kind: Kind
+    model: str
+    state: Literal["queued", "running"]
+    """``queued``: it waits for a slot, or for its model."""
+    age_s: float
+    prompt_tokens: int
+    """0 while the request waits for its model, and for other kinds than ``chat``."""
+    completion_tokens: int
+
+
+class RunningRequests(BaseModel):
+    """The answer of GET /admin/requests."""
+
+    requests: list[RunningRequest]
+
+
+class StopRequest(RequestModel):
+    """The body of POST /admin/requests/stop."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"id": "req_0123456789abcdef"}]})
+
+    id: Annotated[str, StringConstraints(min_length=1, max_length=100)]
+    """The id of a running request, or the beginning of only one."""
+
+
+class StopRequestAnswer(BaseModel):
+    """The result of stopping a request."""
+
+    success: Literal[True] = True
+    id: str
+
+
 class Alive(BaseModel):
     """The answer of GET /healthz."""
 

@@ -489,7 +489,9 @@ class Responses(Format):
     name, path, end = "responses", "/v1/responses", "event: response.completed\n"
     can = Chat.can - {"stop"}
     varying = frozenset({"id", "call_id", "created_at", "completed_at", "input_tokens_details"})
-    stream_codes = dict.fromkeys(("internal-error", "lmx-timeout", "no-model-loaded"), "server_error")
+    stream_codes = dict.fromkeys(
+        ("internal-error", "lmx-timeout", "no-model-loaded", "request-stopped"), "server_error"
+    )
     ENDS: ClassVar = {
         "message": ["output_text.done", "content_part.done"],
         "reasoning": ["reasoning_summary_text.done", "reasoning_summary_part.done"],

@@ -6,6 +6,7 @@ import gc
 import pytest
 
 from lmx_lab.arguments import chat_request
+from lmx_lab.errors import NotFoundError, RequestStoppedError
 from tests.support.asking import ENDLESS
 from tests.support.labs import manager_of, read_answer, wait_until_idle
 from tests.support.waiting import auntil
@@ -49,6 +50,27 @@ async def test_the_pieces_of_a_stream_are_its_reply(lab):
     # The blocking form, in another thread, because this one runs the loop.
     blocking = lab.chat(TEXT, stream=True, max_tokens=15, temperature=0)
     assert "".join(await asyncio.to_thread(list, blocking)) == blocking.reply.text
+
+
+async def test_the_requests_of_all_clients_are_listed_and_each_can_be_stopped(lab, served):
+    assert repr(await lab.aclients()) == "no request waits or runs"
+    streams = [aiter(await each.astream("hi", **ENDLESS)) for each in (lab, served)]
+    for stream in streams:
+        await anext(stream)
+    first, second = running = await lab.aclients()
+    assert (second.client, second.id[:4]) == (None, "lab_")
+    assert first.completion_tokens > 0
+    assert first.age_s > second.age_s > 0
+    assert list(running.df["id"]) == [first.id, second.id]
+    assert "this notebook" in repr(running)
+    assert "this notebook" in running._repr_html_()
+    with pytest.raises(NotFoundError, match="no running request has an id that begins with 'x'"):
+        await lab.astop_request("x")
+    for stream, request in zip(streams, running, strict=True):
+        assert await lab.astop_request(request.id) == request.id
+        with pytest.raises(RequestStoppedError):
+            [piece async for piece in stream]
+    assert await lab.aclients() == []
 
 
 @pytest.mark.parametrize("end", ["left", "closed", "left blocking", "closed blocking", "cancelled"])

@@ -97,6 +97,30 @@ def test_a_failing_answer_ends_with_its_error_after_its_text(form, tmp_path):
 
 
 @each_format()
+def test_a_request_that_is_stopped_ends_with_its_error(form, lab, http):
+    def stop():
+        until(lambda: any(each.completion_tokens for each in lab.clients()))
+        (request,) = lab.clients()
+        assert (request.client, request.kind, request.model, request.state) == ("127.0.0.1", "chat", "echo", "running")
+        assert request.prompt_tokens > 10_000
+        return lab.stop_request(request.id) == request.id
+
+    with ThreadPoolExecutor() as threads:
+        stopping = threads.submit(stop)
+        whole = form.post(http, ENDLESS)
+        assert stopping.result()
+        stopping = threads.submit(stop)
+        *frames, last = form.frames(form.streamed(http, ENDLESS))
+        assert stopping.result()
+    assert form.partial_text(frames).startswith("a")
+    code, problem = form.stream_codes.get("request-stopped", "request-stopped"), form.problem(last)
+    assert (problem.code, "stopped on the server" in problem.message) == (code, True)
+    assert (whole.status_code, form.problem(whole.json()).code) == (410, "request-stopped")
+    wait_until_idle(lab)
+    assert lab.clients() == []
+
+
+@each_format()
 def test_an_unexpected_exception_ends_an_answer_with_an_error_after_its_text(form, lab, http, monkeypatch):
     # No input causes an exception of this kind, which is a fault of the server itself.
     next_delta = Answer.__anext__
