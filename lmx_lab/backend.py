@@ -126,6 +126,8 @@ class TokenAnswer:
     """The tokens with their log-probabilities; empty if they were not requested."""
     weights: str = field(default=NO_HASH, repr=False)
     """SHA-256 of the files of the model; empty if it is not known, or any files are allowed."""
+    format: str = field(default="", repr=False)
+    """Format of these files, which determines the engine; empty if the engine runs in another process."""
     request: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The request as in a ``Record``; empty if the engine runs in another process."""
 
@@ -144,6 +146,7 @@ class TokenAnswer:
             ids=record.answer or (),
             tokens=record.logprobs,
             weights=record.provenance.weights,
+            format=record.provenance.format,
             request=record.request,
         )
 
@@ -432,11 +435,11 @@ class Backend(Protocol):
     async def weights_of(self, model: str) -> str:
         """Return the SHA-256 of all files of a model in memory; empty if it has none, or the lab is attached."""
 
-    async def require_weights(self, model: str, weights: str) -> None:
-        """Check that a model is loaded, and that its files have this SHA-256, unless the hash is empty.
+    async def require_weights(self, model: str, weights: str, format: str = "") -> None:
+        """Check that a model is loaded, and that its files have this format and this SHA-256, unless they are empty.
 
         Raises:
-            NotLoadedError: it is not loaded.
+            NotLoadedError: it is not loaded, or only in another format, on another engine.
             InvalidRequestError: its files have another hash.
         """
 

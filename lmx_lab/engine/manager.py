@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from lmx_lab.engine.engines import Engines, Factory
+from lmx_lab.engine.engines import Engines, Factory, engine_for
 from lmx_lab.engine.find import ModelFinder
 from lmx_lab.engine.lookup import (
     CHAT,
@@ -366,7 +366,19 @@ class ModelManager:
             QueueFullError: too many requests wait.
             GenerationTimeoutError, EngineError: the trace could not be computed.
         """
-        return await self._result(request, CHAT, lambda model, permits: model.trace(request, permits[0]))
+
+        async def start(model: Model, permits: Sequence[Permit]) -> asyncio.Task[Trace]:
+            try:
+                return await model.trace(request, permits[0])
+            except NotImplementedError:
+                id_, engine = model.entry.id, engine_for(model.entry.format).title
+                raise InvalidRequestError(
+                    f"{id_} is loaded on {engine}, and only MLX returns internal values of a model; load it on MLX: "
+                    f'lab.load("{id_}", engine="mlx")',
+                    param="model",
+                ) from None
+
+        return await self._result(request, CHAT, start)
 
     async def encode(self, request: GenerationRequest) -> list[int]:
         """Return the token ids of a request's prompt, which may be longer than the model's context.

@@ -34,7 +34,7 @@ from lmx_lab.engine.scheduler import LOAD_FIRST, AdmissionControl, Permit, Turns
 from lmx_lab.engine.stream import Answer, Origin
 from lmx_lab.engine.texts import Jobs, TextJob, TextTokens, cosines, shorten
 from lmx_lab.engine.validation import check_characters, check_dimensions, check_messages, check_token_ids
-from lmx_lab.errors import EngineError, InvalidRequestError, LabError, NotLoadedError, QueueFullError
+from lmx_lab.errors import EngineError, LabError, NotLoadedError, QueueFullError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import COUNTERS, BlasReport, ModelState, TokenTotals
 from lmx_lab.values.models import LoadSpec, ModelEntry, TimeToLive, Unloading
@@ -466,12 +466,9 @@ class LoadedModel(ABC, Generic[Row]):
 
         Raises:
             LabError: as ``ModelManager.trace``.
+            NotImplementedError: the engine does not compute traces.
         """
-        raise InvalidRequestError(
-            f"{self.entry.id} does not run on MLX, and only MLX returns internal values of a model; load the model "
-            f'with engine="mlx", such as lab.load("{self.entry.id}", engine="mlx")',
-            param="model",
-        )
+        raise NotImplementedError
 
     async def encode(self, request: GenerationRequest) -> list[int]:
         """Return the token ids of a request's prompt, which may be longer than the model's context.

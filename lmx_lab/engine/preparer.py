@@ -210,6 +210,10 @@ async def encode_prompt(tokenizer: Tokenizer[Row], request: GenerationRequest) -
         case TextPrompt():
             check_characters(prompt.text, "prompt")
             tokens = await tokenizer.encode(request, prompt.text, special=prompt.special, param="prompt")
+            if prompt.special and len(tokens) > 1 and tokens[0] == tokens[1]:
+                # A text that was written by a chat template may begin with the token that is added to every text.
+                beginning = await tokenizer.encode(request, "", special=True, param="prompt")
+                tokens = tokens[1:] if beginning[:1] == tokens[:1] else tokens
         case InfillPrompt():
             if (marks := await tokenizer.infill_tokens()) is None:
                 raise InvalidRequestError(

@@ -30,30 +30,30 @@ class AttentionPattern:
             less if the model has attention sinks.
     """
 
-    def __init__(self, trace: Trace, *, layer: int, head: int) -> None:
-        self.model, self.layer = trace.model, layer
+    def __init__(self, trace: Trace, *, head: int) -> None:
+        self.model = trace.model
         self.tokens, self.texts = trace.tokens, trace.texts
-        (pattern,) = trace.arrays.values()
+        ((name, pattern),) = trace.arrays.items()
+        self.layer = int(name.split(".")[1])
         self.pattern: NDArray[np.float32] = pattern.swapaxes(0, 1)
-        self._check(head)
-        self.head = head
+        self.head = self._index_of(head)
 
-    def _check(self, head: int) -> None:
-        if not 0 <= head < len(self.pattern):
+    def _index_of(self, head: int) -> int:
+        heads = len(self.pattern)
+        if not -heads <= head < heads:
             raise InvalidRequestError(
-                f"head is {head}; block {self.layer} of {self.model} has {len(self.pattern)} heads, 0 to "
-                f"{len(self.pattern) - 1}",
-                param="head",
+                f"head is {head}; block {self.layer} of {self.model} has {heads} heads, 0 to {heads - 1}", param="head"
             )
+        return head % heads
 
     def heat_map(self, head: int | None = None) -> HeatMap:
-        """Return the heat map of a head, by default ``head``, with one row for each attending token.
+        """Return the heat map of a head, by default ``head``, with one row for each attending token. A negative head
+        counts from the last one.
 
         Raises:
             InvalidRequestError: the head does not exist.
         """
-        head = self.head if head is None else head
-        self._check(head)
+        head = self.head if head is None else self._index_of(head)
         values = self.pattern[head, :SHOWN_TOKENS, :SHOWN_TOKENS]
         labels = [token_label(text) for text in self.texts[:SHOWN_TOKENS]]
 
@@ -94,14 +94,14 @@ async def attention(backend: Backend, what: What, layer: int, head: int = 0) -> 
 
     Args:
         what: As in ``trace``.
-        layer: Index of the block.
-        head: Index of the head that is displayed large.
+        layer: Index of the block; negative ones count from the last block.
+        head: Index of the head that is displayed large; negative ones count from the last head.
 
     Raises:
         LabError: see ``trace``.
     """
-    block, shown = whole_number(layer, "layer", low=0), whole_number(head, "head", low=0)
+    block, shown = whole_number(layer, "layer"), whole_number(head, "head")
     fields = activation_fields(f"blocks.{block}.attn.hook_pattern", None)
     text = await in_thread(lambda: traced(what))
     found = await on_loop(backend.portal, text.run(backend, fields))
-    return AttentionPattern(found, layer=block, head=shown)
+    return AttentionPattern(found, head=shown)

@@ -81,6 +81,7 @@ def continuation_of(
         request=answer.request,
         model=answer.model,
         weights=answer.weights,
+        format=answer.format,
         prompt=answer.prompt_ids,
         answer=answer.ids[:position],
         token=named,
@@ -669,6 +670,7 @@ async def _generate(
     continuation = Continuation(
         request=first.request,
         model=first.model,
+        format=first.format,
         prompt=first.prompt_ids,
         answer=tuple(ids[:-1]),
         token=ids[-1],

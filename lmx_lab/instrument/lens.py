@@ -339,8 +339,8 @@ async def scored_lens(backend: Backend, answer: TokenAnswer, *, color: ColorBy =
     """
     if not (answer.prompt_ids and answer.ids):
         raise InvalidRequestError(f"the token ids of this answer are not known, so they cannot be scored; {ASK}")
-    if answer.weights:
-        await backend.require_weights(answer.model, answer.weights)
+    if answer.weights or answer.format:
+        await backend.require_weights(answer.model, answer.weights, answer.format)
     tokens = await backend.score(
         [*answer.prompt_ids, *answer.ids],
         model=answer.model,

@@ -113,7 +113,7 @@ class LogitLensTable:
 
     def __repr__(self) -> str:
         blocks, positions, top = self.ids.shape
-        last = ", ".join(map(repr, self.predicted(-1, self.positions[-1])))
+        last = ", ".join(map(repr, self.predicted(-1, max(self.positions))))
         return (
             f"<LogitLensTable of {self.model}: {blocks} blocks, {positions} positions, {top} tokens each; after the "
             f"last block and position: {last}; .df contains all values>"

@@ -74,7 +74,7 @@ class PatchSweep:
             self.logits[:] = trace.arrays["logits"]
             return
         for at, position in enumerate(trace.details["positions"]):
-            self.logits[:, self.positions.index(position)] = trace.arrays["logits"][:, at]
+            self.logits[:, np.equal(self.positions, position)] = trace.arrays["logits"][:, at, None]
 
     @property
     def differences(self) -> NDArray[np.float32]:
@@ -128,7 +128,7 @@ class PatchSweep:
         Args:
             hook: The last part of the names, such as ``hook_resid_post``; by default that of the first hook.
             position: One of ``positions``, for values with heads; negative ones count from the end of the text. By
-                default the last one.
+                default the last of them in the text.
 
         Raises:
             InvalidRequestError: no value with this name was replaced, or none at this position.
@@ -142,9 +142,10 @@ class PatchSweep:
         if self.heads[found[0]] is None:
             cells = {self._block(at): [(at, place) for place in range(len(places))] for at in found}
             return self._map(hook, cells, places, "token of the corrupt text")
-        place = len(self.logits[0]) - 1
-        if position is not None and not self.together:
-            at = position + len(self.texts) if position < 0 else position
+        place = 0
+        if not self.together:
+            at = max(self.positions) if position is None else position
+            at = at + len(self.texts) if at < 0 else at
             if at not in self.positions:
                 raise InvalidRequestError(
                     f"position is {position}, at which no value was replaced; .positions has those with values",
@@ -276,11 +277,11 @@ async def patch(
             f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
             param="positions",
         )
-    # Positions are in ascending order, and negative ones count from the end.
-    all_positions = list(range(count)) if wanted is None else sorted({at % count for at in wanted})
-    sweep = PatchSweep(first, all_positions)
-    left = [at for at in all_positions if at not in first.details["positions"]]
-    values, total, size = len(sweep.hooks), len(sweep.positions), 1
+    # Negative positions count from the end.
+    sweep = PatchSweep(first, list(range(count)) if wanted is None else [at % count for at in wanted])
+    computed = dict.fromkeys(sweep.positions)
+    left = [at for at in computed if at not in first.details["positions"]]
+    values, total, size = len(sweep.hooks), len(computed), 1
     label = f"{values} values at each position"
     with counter("patch", backend) as bar:
         try:

@@ -348,7 +348,7 @@ async def steering_vector(
     Args:
         positive: Texts with a property, each as ``what`` in ``trace``.
         negative: Texts without the property.
-        layer: Index of the layer whose output is used, starting at 0.
+        layer: Index of the layer whose output is used, starting at 0; negative ones count from the last layer.
         position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
         normalize: Whether to scale the vector to length 1.
 
@@ -391,7 +391,8 @@ async def probe(
     Args:
         texts: Texts, or a column of a data frame, each as ``what`` in ``trace``. Equal texts are in the same fold.
         labels: The class of each text.
-        layer: Index or indices of the layers whose outputs are used; ``all`` uses all layers.
+        layer: Index or indices of the layers whose outputs are used; negative ones count from the last layer, and
+            ``all`` uses all layers.
         position: The token whose activations are used: ``last``, an index, or ``mean`` for the mean of all tokens.
         folds: Number of cross-validation folds.
 
@@ -450,7 +451,7 @@ class Residuals:
         """Return the reader for the loaded model.
 
         Args:
-            layers: One index, several indices, or ``all``.
+            layers: One index, several indices, or ``all``; negative indices count from the last layer.
 
         Raises:
             NotLoadedError: no chat model is loaded.
@@ -468,13 +469,13 @@ class Residuals:
             is_list = integer(layers) is None and isinstance(layers, Iterable) and not isinstance(layers, str)
             found: set[int] = set()
             for item in layers if is_list else [layers]:  # type: ignore[attr-defined]
-                if (layer := integer(item)) is None or not 0 <= layer < len(shapes):
+                if (layer := integer(item)) is None or not -len(shapes) <= layer < len(shapes):
                     raise InvalidRequestError(
                         f"layer is {item!r:.40}; pass an index from 0 to {len(shapes) - 1}, because {hooks.model} has "
                         f"{len(shapes)} layers",
                         param="layer",
                     )
-                found.add(layer)
+                found.add(layer % len(shapes))
             if not found:
                 raise InvalidRequestError("layer is empty; pass at least one index", param="layer")
             indices = sorted(found)

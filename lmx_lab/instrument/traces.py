@@ -55,6 +55,8 @@ class Traced:
     model: str = ANY_MODEL
     weights: str = ""
     """SHA-256 of the model's files; empty if any files are allowed."""
+    format: str = ""
+    """The format of the model's files; empty if any format is allowed."""
 
     async def run(self, backend: Backend, trace: Mapping[str, Any]) -> Trace:
         """Compute a trace of the text.
@@ -65,8 +67,8 @@ class Traced:
         Raises:
             LabError: see ``ModelManager.trace``; a field is invalid, or the files of the model have changed.
         """
-        if self.weights:
-            await backend.require_weights(self.model, self.weights)
+        if self.weights or self.format:
+            await backend.require_weights(self.model, self.weights, self.format)
         return await backend.trace(validated(TraceBody, {"model": self.model, "trace": {**trace, "input": self.text}}))
 
 
@@ -108,7 +110,8 @@ def traced_answer(answer: TokenAnswer) -> Traced:
             "did not return them; trace its text",
             param="what",
         )
-    return Traced(text={"tokens": [*answer.prompt_ids, *answer.ids]}, model=answer.model, weights=answer.weights)
+    tokens = [*answer.prompt_ids, *answer.ids]
+    return Traced(text={"tokens": tokens}, model=answer.model, weights=answer.weights, format=answer.format)
 
 
 def traced_pair(clean: What, corrupt: What) -> tuple[Traced, Traced]:
@@ -119,15 +122,15 @@ def traced_pair(clean: What, corrupt: What) -> tuple[Traced, Traced]:
     """
     texts = traced(clean), traced(corrupt)
     models = {text.model for text in texts} - {ANY_MODEL}
-    weights = {text.weights for text in texts} - {""}
-    if len(models) > 1 or len(weights) > 1:
+    weights, formats = ({getattr(text, name) for text in texts} - {""} for name in ("weights", "format"))
+    if max(map(len, (models, weights, formats))) > 1:
         raise InvalidRequestError(
             f"clean is an answer of {texts[0].model} and corrupt one of {texts[1].model}, or their weights differ; "
             "pass answers of the same model",
             param="clean",
         )
-    model, hash_ = models.pop() if models else ANY_MODEL, weights.pop() if weights else ""
-    one, other = (replace(text, model=model, weights=hash_) for text in texts)
+    model, hash_, format_ = (found.pop() if found else "" for found in (models, weights, formats))
+    one, other = (replace(text, model=model or ANY_MODEL, weights=hash_, format=format_) for text in texts)
     return one, other
 
 
@@ -288,7 +291,7 @@ async def hooks(backend: Backend) -> HookTable:
 
     Raises:
         NotLoadedError: no model is loaded.
-        InvalidRequestError: the model does not run on MLX, or has no list of blocks.
+        InvalidRequestError: the model is not loaded on MLX, or has no list of blocks.
         AdminForbiddenError: the server runs on another machine.
     """
     return HookTable(await on_loop(backend.portal, backend.trace(HOOKS)))
@@ -305,13 +308,15 @@ async def trace(
         what: A text, messages, token ids, a reply or a recorded request. A reply is traced together with its
             prompt.
         hooks: Names from ``hooks()``, in which ``*`` stands for any characters, such as
-            ``blocks.*.hook_resid_post``.
-        positions: The positions whose values are returned, by default all; negative ones count from the end.
+            ``blocks.*.hook_resid_post``. In ``blocks.-1.hook_resid_post``, the number counts from the last block; the
+            result has the number of the block in its place.
+        positions: The positions whose values are returned, in this order, by default all; negative ones count from the
+            end.
 
     Raises:
         NotLoadedError: no model is loaded, or not the model of the answer.
         InvalidRequestError: a hook or position does not exist, the values are larger than ``trace_bytes``, or the
-            model does not run on MLX.
+            model is not loaded on MLX.
         ContextLengthError: the text is longer than the model's context.
         AdminForbiddenError: the server runs on another machine.
     """

@@ -50,6 +50,8 @@ class Continuation:
     model: str
     weights: str = NO_HASH
     """SHA-256 of the files of the model that has to be loaded; empty if it is not known."""
+    format: str = ""
+    """Format of these files; empty if it is not known."""
     prompt: tuple[int, ...]
     """Token ids of the rendered prompt."""
     answer: tuple[int, ...]

@@ -35,9 +35,10 @@ class Activations(Body):
     """Return the values of hooks."""
 
     hooks: Hooks
-    """Names, in which ``*`` stands for any characters."""
+    """Names, in which ``*`` stands for any characters, and the number of a block may count from the last one (-1)."""
     positions: Positions | None = None
-    """Positions of the tokens whose values are returned; negative ones count from the end. None returns all."""
+    """Positions of the tokens whose values are returned, in this order; negative ones count from the end. None returns
+    all."""
 
 
 @dataclass(frozen=True, kw_only=True)

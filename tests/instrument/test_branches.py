@@ -103,15 +103,19 @@ def test_a_record_of_another_model_has_a_lens_and_its_error_names_the_weights_fo
     len(lab.requests)
     request = load_requests(lab.server.settings.record_to or "", lab.backend)[-1]
     original, known = request.record, request.record.provenance
-    for changed, error in ((replace(known, model="gone"), NotLoadedError), (known, InvalidRequestError)):
+    for changed, error, named in (
+        (replace(known, model="gone"), NotLoadedError, r'lab\.load\("gone"\)'),
+        (replace(known, format="mlx"), NotLoadedError, 'lab\\.load\\("echo", engine="mlx"\\)'),
+        (known, InvalidRequestError, "0123abc"),
+    ):
         record = replace(original, id=0, provenance=replace(changed, weights="0123abc"))
         request.record = record
         assert len(request.lens()) == len(record.logprobs)
         request.__dict__.pop("_tree", None)
-        with pytest.raises(error, match="0123abc"):
+        with pytest.raises(error, match=named):
             request.branch(0, 300)
         request.record = replace(record, logprobs=())
-        with pytest.raises(error, match="0123abc"):
+        with pytest.raises(error, match=named):
             request.lens()
 
 

@@ -58,7 +58,7 @@ def test_a_probe_reads_a_property_of_the_token_it_is_trained_on(lab):
 )
 def test_texts_and_labels_of_any_list_type_give_the_same_probe(lab, texts, labels):
     expected = lab.probe(TEXTS, LABELS, layer=1)
-    assert lab.probe(texts, labels, layer=np.array([1, 1])).accuracies == expected.accuracies
+    assert lab.probe(texts, labels, layer=np.array([1, -1])).accuracies == expected.accuracies
 
 
 def test_texts_may_be_messages_token_ids_and_replies(lab):
@@ -199,7 +199,7 @@ INVALID = {
         *([*TEXTS[:-1], text] for text in (None, "", 5)),
     ],
     "folds": [1, True, 5.0],
-    "layer": ["first", [], 2, [0, -1], None, 1.0],
+    "layer": ["first", [], 2, [0, -3], None, 1.0],
     "position": [9, "first", [0]],
 }
 

@@ -200,7 +200,7 @@ def test_a_vector_is_made_of_two_groups_of_texts(lab, tiny):
         ((positive, positive, 1), "positive"),
         # The same texts in another order differ by rounding only.
         ((["one", "two", "three", "four five"], ["four five", "two", "one", "three"], 1), "positive"),
-        ((positive, negative, -1), "layer"),
+        ((positive, negative, -3), "layer"),
         ((positive, negative, 2), "layer"),
         ((positive, negative, [0, 1]), "layer"),
         ((positive, negative, "all"), "layer"),

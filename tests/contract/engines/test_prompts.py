@@ -5,29 +5,35 @@ weights, prompts, greedy texts and log-probabilities of both formats agree.
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from lmx_lab.engine import ChatPrompt, InfillPrompt, TextPrompt
 from lmx_lab.engine.echo.model import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.weights.tokenizer_files import can_infill
-from tests.contract.engines.entries import SETTINGS
+from tests.contract.engines.entries import SETTINGS, echo_entry
 from tests.support.asking import invalid
 from tests.support.engines import (
     DESCRIBED_TOOLS,
     PROMPT,
     TOOL_CONVERSATION,
+    entry_of,
     finish,
     finish_with_logprobs,
     loaded,
     request,
     run,
 )
-from tests.support.models import rename_tokens
+from tests.support.gguf import with_values
+from tests.support.models import rename_tokens, write_tiny_llama
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 MARKS = {"<repo_name>": "<|fim_prefix|>", "<reponame>": "<|fim_suffix|>", "<file_sep>": "<|fim_middle|>"}
 """SmolLM2's tokens, and Qwen's names for the tokens around a gap."""
 PREFIX, SUFFIX, MIDDLE = 3, 4, 5
+FIRST = "<|im_start|>"
+"""SmolLM2's token with the id 1, which its GGUF file declares as the first one of a text."""
 GAP = InfillPrompt(prefix="def f(a):\n    ", suffix="\n    return b")
 
 
@@ -41,6 +47,35 @@ def coders(with_names):
 async def coder(coders, model_format):
     async with loaded(coders[model_format], SETTINGS) as model:
         yield model
+
+
+@pytest.fixture(scope="session")
+def beginners(tmp_path_factory, smollm2, tiny_gguf):
+    """The tiny model with a tokenizer that adds a token before each text; the echo engine adds none."""
+    folder = tmp_path_factory.mktemp("beginner")
+    write_tiny_llama(folder / "mlx", smollm2.path, seed=0)
+    tokenizer = Tokenizer.from_file(str(folder / "mlx" / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single=f"{FIRST} $A", special_tokens=[(FIRST, 1)])
+    tokenizer.save(str(folder / "mlx" / "tokenizer.json"))
+    gguf = with_values(tiny_gguf, folder / "beginner.gguf", {"tokenizer.ggml.add_bos_token": True})
+    return {"mlx": entry_of(folder / "mlx", "beginner"), "gguf": entry_of(gguf, "beginner"), "echo": echo_entry("tiny")}
+
+
+async def test_a_text_that_begins_with_the_token_of_every_text_has_it_once(beginners, model_format):
+    async with loaded(beginners[model_format], SETTINGS) as model:
+        plain, first = await tokens_of(model, "The sea"), await tokens_of(model, FIRST)
+        added = [] if model_format == "echo" else first
+        for text, expected in (
+            ("The sea", [*added, *plain]),
+            (f"{FIRST}The sea", [*first, *plain]),
+            (f"{FIRST}{FIRST}The sea", [*first, *first, *plain]),
+            (FIRST, first),
+        ):
+            prompt = request(prompt=TextPrompt(text=text), max_tokens=1, ignore_eos=True)
+            assert await model.model.encode(prompt) == expected
+            stream = await model.submit(prompt)
+            assert list(stream.prompt) == expected
+            await finish(stream)
 
 
 async def tokens_of(model, text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ class TraceContext:
             )
 
 
-def resolve_positions(positions: Sequence[int] | None, count: int) -> list[int]:
-    """Return positions in ascending order, without negative ones.
+def resolve_positions(positions: Sequence[int] | None, count: int) -> tuple[list[int], list[int]]:
+    """Return the positions to compute, in ascending order without duplicates and negative ones, and for each requested
+    position its index among them.
 
     Args:
         positions: None returns all positions.
@@ -88,14 +90,20 @@ def resolve_positions(positions: Sequence[int] | None, count: int) -> list[int]:
         InvalidRequestError: a position does not exist, or the list is empty.
     """
     if positions is None:
-        return list(range(count))
+        return list(range(count)), list(range(count))
     wrong = next((at for at in positions if not -count <= at < count), None)
     if wrong is not None or not positions:
         found = "is empty" if wrong is None else f"contains {wrong}"
         raise InvalidRequestError(
             f"positions {found}; the text has {count} tokens, at the positions 0 to {count - 1}", param="positions"
         )
-    return sorted({at % count for at in positions})
+    computed = sorted({at % count for at in positions})
+    return computed, [bisect_left(computed, at % count) for at in positions]
+
+
+def in_requested_order(values: Array, order: Sequence[int], axis: int = 0) -> Array:
+    """Return values at computed positions as values at the requested ones; see ``resolve_positions``."""
+    return values if list(order) == list(range(values.shape[axis])) else values.take(order, axis)
 
 
 def next_chunk(left: int, limit: int) -> int:
@@ -144,14 +152,14 @@ def chunk_limit(limit: int, blocks: int, rows: int = 1) -> int:
 def compute_activations(context: TraceContext, tokens: Sequence[int], work: Activations) -> Steps:
     """Return the values of the hooks by name."""
     names = context.found.matching(work.hooks)
-    positions = resolve_positions(work.positions, len(tokens))
+    positions, order = resolve_positions(work.positions, len(tokens))
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
         size = context.found.sizes[name]
         shapes[name] = (len(positions), size[0], len(tokens)) if name.endswith(PATTERN) else (len(positions), *size)
     context.check_bytes(
-        sum(4 * int(np.prod(shape)) for shape in shapes.values()),
-        f"{len(names)} hooks at {len(positions)} positions of a text with {len(tokens)} tokens",
+        sum(4 * int(np.prod(shape)) * len(order) // len(positions) for shape in shapes.values()),
+        f"{len(names)} hooks at {len(order)} positions of a text with {len(tokens)} tokens",
         "name fewer hooks or positions, or shorten the text",
     )
     arrays: dict[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
@@ -163,7 +171,8 @@ def compute_activations(context: TraceContext, tokens: Sequence[int], work: Acti
             (rows[..., end - value.shape[-1] : end] if name.endswith(PATTERN) else rows)[:] = value
 
     yield from read_rows(context.found, names, tokens, positions, keep)
-    return arrays, {"positions": positions}
+    ordered = {name: in_requested_order(value, order) for name, value in arrays.items()}
+    return ordered, {"positions": [positions[at] for at in order]}
 
 
 def read_rows(

@@ -19,6 +19,7 @@ from lmx_lab.engine.mlx.capture.activations import (
     Array,
     Steps,
     TraceContext,
+    in_requested_order,
     read_rows,
     resolve_positions,
 )
@@ -44,7 +45,7 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
         raise InvalidRequestError(f"top is {work.top}; it must be from 1 to {MAX_TOP}", param="top")
     context.require_tail()
     found = context.found
-    positions = resolve_positions(work.positions, len(tokens))
+    positions, order = resolve_positions(work.positions, len(tokens))
     names = [f"blocks.{at}.{RESID_POST}" for at in range(len(found.parts.blocks))]
     shape = len(names), len(positions), work.top
     width = found.sizes[names[0]][0]
@@ -79,7 +80,8 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
         is_known[new] = True
         texts |= {str(token): context.text_of(token) for token in new.tolist()}
         limit, at = (yield 0), end
-    return {"ids": ids, "logprobs": logprobs}, {"positions": positions, "texts": texts}
+    arrays = {"ids": in_requested_order(ids, order, 1), "logprobs": in_requested_order(logprobs, order, 1)}
+    return arrays, {"positions": [positions[at] for at in order], "texts": texts}
 
 
 def most_likely(logits: Array, top: int) -> tuple[Array, Array]:

@@ -28,6 +28,7 @@ from lmx_lab.engine.mlx.capture.activations import (
     block_of,
     chunk_limit,
     evaluate,
+    in_requested_order,
     next_chunk,
     read_rows,
     resolve_positions,
@@ -96,7 +97,7 @@ def compute_patching(
             param="clean",
         )
     context.require_tail()
-    positions = resolve_positions(work.positions, len(tokens))
+    positions, order = resolve_positions(work.positions, len(tokens))
     names = [*dict.fromkeys(cell.name for cell in cells)]
     width = found.sizes[f"blocks.0.{RESID_PRE}"][0] * (len(found.parts.blocks) + 1)
     context.check_bytes(
@@ -113,11 +114,11 @@ def compute_patching(
     details = {
         "names": [cell.name for cell in cells],
         "heads": [cell.head for cell in cells],
-        "positions": positions,
+        "positions": [positions[at] for at in order],
         "clean": sweep.clean_logits,
         "corrupt": sweep.corrupt_logits,
     }
-    return {"logits": logits}, details
+    return {"logits": logits if work.together else in_requested_order(logits, order, 1)}, details
 
 
 def _point(found: HookPoints, name: str) -> HookPoint:

@@ -29,7 +29,7 @@ from lmx_lab.errors import InvalidRequestError, did_you_mean
 EMBED, NORMALIZED, LOGITS = "hook_embed", "ln_final.hook_normalized", "logits"
 RESID_PRE, RESID_MID, RESID_POST = "hook_resid_pre", "hook_resid_mid", "hook_resid_post"
 ATTN_OUT, MLP_OUT, Z = "hook_attn_out", "hook_mlp_out", "attn.hook_z"
-BLOCK = re.compile(r"^blocks\.\d+\.")
+BLOCK = re.compile(r"^blocks\.(-?\d+)\.")
 EMBEDDINGS = (
     *("embed_tokens", "wte", "word_embeddings", "embeddings", "tok_embeddings"),
     *("embedding", "token_embeddings", "embed_in", "embed"),
@@ -207,14 +207,15 @@ class HookPoints:
 
     def matching(self, patterns: Sequence[str]) -> list[str]:
         """Return the names that can be read and match one of these patterns, in the order of the model. In a pattern,
-        ``*`` stands for any characters.
+        ``*`` stands for any characters, and a negative number of a block counts from the last block.
 
         Raises:
             InvalidRequestError: a pattern matches no name.
         """
-        found = set[str]()
+        found, blocks = set[str](), len(self.parts.blocks)
         for pattern in patterns:
-            expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+            known = BLOCK.sub(lambda match: f"blocks.{(at := int(match[1])) + blocks * (at < 0)}.", pattern)
+            expression = re.compile(re.escape(known).replace(r"\*", ".*"))
             matches = [name for name in self.sizes if expression.fullmatch(name)]
             if not matches:
                 raise unknown_name(pattern, self.sizes, self.model)

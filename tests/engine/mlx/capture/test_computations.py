@@ -65,9 +65,9 @@ def test_values_do_not_depend_on_the_chunks_and_heads_follow_from_patterns(kind)
         heads = np.repeat(values, pattern.shape[1] // values.shape[1], axis=1)
         np.testing.assert_allclose(np.einsum("qhk,khd->qhd", pattern, heads), whole[name], atol=1e-4)
     some, details = finish(compute_activations(made, TOKENS, Activations(hooks=("*",), positions=(-1, 3))), 7)
-    assert details["positions"] == [3, 29]
+    assert details["positions"] == [29, 3]
     for name, values in some.items():
-        np.testing.assert_allclose(values, whole[name][[3, 29]], atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(values, whole[name][[29, 3]], atol=1e-4, err_msg=name)
 
 
 SWEPT = ("*.hook_resid_*", "*.hook_*_out", "*.hook_z")
