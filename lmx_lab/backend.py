@@ -151,6 +151,13 @@ class TokenAnswer:
         )
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether the log-probabilities of the whole answer are known. A recorded branch has only those of the tokens
+        after its beginning.
+        """
+        return bool(self.tokens) and len(self.tokens) >= len(self.ids)
+
+    @property
     def is_scored(self) -> bool:
         """Whether the log-probability of each token is known."""
         return bool(self.ids) and tuple(token.token for token in self.tokens) == self.ids
@@ -391,11 +398,12 @@ class Backend(Protocol):
             NotFoundError: no such request has this id.
         """
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False, internal: bool = False) -> RunningAnswer:
         """Start an answer; returns when the request was accepted.
 
         Args:
             batch: See ``Record.batch``.
+            internal: Whether it is a step of other work, and neither recorded nor shown as a request of the notebook.
         """
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
@@ -422,7 +430,7 @@ class Backend(Protocol):
         """Return a recorded request, by its position or its ``request_id``; None if there is none.
 
         Raises:
-            InvalidRequestError: the server runs in another process.
+            InvalidRequestError: the server runs in another process, or does not record requests.
         """
 
     async def encode(self, prompt: str | ChatRequest, *, special: bool = True) -> Sequence[int]:
@@ -447,7 +455,7 @@ class Backend(Protocol):
         """Generate an answer again from a given position; the answer begins with the tokens before it.
 
         Args:
-            recorded: Whether the answer is recorded like those of ``generate``.
+            recorded: Whether the answer is recorded like those of ``generate``; otherwise it is internal.
         """
 
     async def score(

@@ -29,6 +29,9 @@ class Caller:
     """Id of the request, for logs and records."""
     own: bool | None = False
     """Whether the request is one of the lab's own notebook; None if it must not be recorded."""
+    internal: bool = False
+    """Whether the request is a step of other work, such as scoring the tokens of an answer. It is not shown among the
+    requests of the notebook."""
     batch: bool = False
     """See ``Record.batch``."""
     patient: bool = False

@@ -633,7 +633,7 @@ async def explore(
 
 
 async def _explored(backend: Backend, request: ChatRequest, *, width: int, depth: int, max_tokens: int) -> AnswerTree:
-    first = await (await backend.generate(request)).read()
+    first = await (await backend.generate(request, internal=True)).read()
     if not first.ids or not first.tokens:
         raise InvalidRequestError(
             "the token ids of this answer are not known, because its server runs in another process, or the engine "

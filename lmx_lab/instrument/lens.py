@@ -318,7 +318,7 @@ async def lens_of(backend: Backend | None, answer: TokenAnswer, *, color: ColorB
         NotLoadedError: another model is loaded.
         InvalidRequestError: the tokens cannot be scored.
     """
-    if answer.tokens:
+    if answer.has_logprobs or (answer.tokens and backend is None):
         return known_lens(answer, color=color)
     if backend is None:
         raise InvalidRequestError(f"the answer has no log-probabilities, and no lab can score its tokens; {ASK}")

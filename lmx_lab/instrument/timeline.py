@@ -40,11 +40,14 @@ class Timeline(Sequence[RequestTimeline]):
     """The steps of an engine for each request, oldest request first. Notebooks display them as bars.
 
     Attributes:
+        internal: The lab's own requests, such as those that score the tokens of an answer. They are not elements of
+            the timeline, but explanations count them.
         models: Loads and unloads of models, oldest first.
     """
 
     def __init__(self, requests: Sequence[RequestTimeline], models: Sequence[ModelTimeline] = ()) -> None:
-        self._requests = tuple(requests)
+        self._requests = tuple(each for each in requests if not each.internal)
+        self.internal = tuple(each for each in requests if each.internal)
         self.models = tuple(models)
 
     def __len__(self) -> int:
@@ -55,7 +58,9 @@ class Timeline(Sequence[RequestTimeline]):
     @overload
     def __getitem__(self, at: slice) -> Timeline: ...
     def __getitem__(self, at: int | slice) -> RequestTimeline | Timeline:
-        return Timeline(self._requests[at], self.models) if isinstance(at, slice) else self._requests[at]
+        if isinstance(at, slice):
+            return Timeline([*self._requests[at], *self.internal], self.models)
+        return self._requests[at]
 
     @property
     def df(self) -> pd.DataFrame:
@@ -145,7 +150,7 @@ class Timeline(Sequence[RequestTimeline]):
         return "\n".join(lines)
 
     def _meanwhile(self, one: RequestTimeline, start_s: float, end_s: float) -> str:
-        others = others_during(self._requests, one, start_s, end_s)
+        others = others_during([*self._requests, *self.internal], one, start_s, end_s)
         if not others.requests:
             return ""
         whose = "its" if others.requests == 1 else "their"

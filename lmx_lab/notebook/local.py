@@ -500,10 +500,11 @@ class LocalBackend:
     async def stop_request(self, id_: str) -> str:
         return self._services.inference.running.stop(id_)
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False, internal: bool = False) -> RunningAnswer:
         # Requests of a batch have an id, so that the row of a table leads to its record.
         request_id = f"row_{secrets.token_hex(8)}" if batch else None
-        caller = Caller(local=True, own=True, request_id=request_id, batch=batch)
+        own = None if internal else True
+        caller = Caller(local=True, own=own, internal=internal, request_id=request_id, batch=batch)
         (answer,) = await self._services.inference.submit(replace(generation_request(request), caller=caller))
         return _running(answer)
 
@@ -537,6 +538,10 @@ class LocalBackend:
         return await self._services.inference.answer(generation_request(request))
 
     async def record(self, which: int | str = -1) -> Record | None:
+        if self._server.settings.record == "off":
+            raise InvalidRequestError(
+                'the requests of this lab are not recorded (record="off"); start it with lmx_lab.launch(record="own")'
+            )
         store = self._server.records
         return await asyncio.to_thread(lambda: store.find(which) if isinstance(which, str) else store.at(which))
 

@@ -323,7 +323,7 @@ class RemoteBackend:
     async def stop_request(self, id_: str) -> str:
         return await self.portal.call(self._client.stop_request(id_))
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False, internal: bool = False) -> RunningAnswer:
         # Always streamed, because the time to the first token is measured.
         answer = RemoteAnswer(self._client, request, self.portal)
         await answer.start()

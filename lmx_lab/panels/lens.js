@@ -56,7 +56,7 @@ export default panel("Lens", ({ model, root, watch }) => {
   };
   const branch = (token) => act("branch", { at: current, token });
   const row = ([shown, logprob, id], chosen) => {
-    const possible = get("answer").branches && id !== null && !get("busy");
+    const possible = !get("answer").refusal && id !== null && !get("busy");
     const name = possible ? h("button", {
       class: "quiet", title: "branch with this token", "aria-label": "branch with " + shown, onclick: () => branch(id),
     }, shown) : h("span", {}, shown);
@@ -66,6 +66,7 @@ export default panel("Lens", ({ model, root, watch }) => {
   };
   const choose = (at, scroll) => {
     const all = tokens();
+    const { refusal } = get("answer");
     const hadFocus = detail.contains(document.activeElement);
     text.children[current]?.classList.remove("current");
     text.children[current]?.setAttribute("aria-selected", false);
@@ -83,7 +84,8 @@ export default panel("Lens", ({ model, root, watch }) => {
     detail.replaceChildren(
       h("p", {}, h("code", {}, shown), " " + figures.join(" · ")),
       h("table", {}, h("thead", {}, h("tr", {}, ...["alternative", "probability", "difference"].map((name) =>
-        h("th", { scope: "col" }, name)))), h("tbody", {}, ...rows.map((other) => row(other, logprob)))));
+        h("th", { scope: "col" }, name)))), h("tbody", {}, ...rows.map((other) => row(other, logprob)))),
+      h("p", { class: "dim" }, refusal && "Alternatives cannot be clicked, because " + refusal + "."));
     if (hadFocus) text.focus();
   };
   const place = ({ target }) => [...text.children].indexOf(target.closest("[role=option]"));
@@ -140,7 +142,6 @@ export default panel("Lens", ({ model, root, watch }) => {
     text.setAttribute("role", scored ? "listbox" : "group");
     detail.replaceChildren();
     set(caption, line);
-    hint.hidden = Boolean(line);
     text.hidden = !line;
     paint();
     if (scored && at != null) choose(at, true);
@@ -155,4 +156,5 @@ export default panel("Lens", ({ model, root, watch }) => {
   watch(["branches"], () => showRows(get("branches")));
   watch(["follows"], () => (follow.checked = get("follows")));
   watch(["error"], () => showError(get("error")));
+  watch(["answer", "error"], () => (hint.hidden = Boolean(get("answer").caption || get("error"))));
 }, (get) => get("answer").model ?? "");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -123,7 +124,7 @@ class LensPanel(Panel):
 
     async def _score_automatically(self, branch: Branch) -> None:
         answer = branch.answer
-        if not answer.tokens and len(answer.prompt_ids) + len(answer.ids) <= self._automatic_tokens:
+        if not answer.has_logprobs and len(answer.prompt_ids) + len(answer.ids) <= self._automatic_tokens:
             await self._score(branch)
 
     async def _score(self, branch: Branch) -> None:
@@ -188,7 +189,8 @@ class LensPanel(Panel):
     # State
 
     def _lens_of(self, branch: Branch) -> TokenLens:
-        return self._lenses.get(branch) or known_lens(branch.answer)
+        known = branch.answer if branch.answer.has_logprobs else replace(branch.answer, tokens=())
+        return self._lenses.get(branch) or known_lens(known)
 
     def _show(self, branch: Branch | None) -> None:
         assert branch is not None
@@ -205,6 +207,10 @@ class LensPanel(Panel):
             tokens.append([clip(visible_text(token), TEXT_CHARACTERS), part, *values, token.token, others])
         more = f", of which {SHOWN_TOKENS:,} are shown" if len(lens) > SHOWN_TOKENS else ""
         figures = f", log-probability {lens.logprob:.2f}" if len(lens) else ""
+        refusal = "" if answer.ids else "the engine did not report the token ids of this answer"
+        # Positions of branches are those of the ids.
+        if answer.ids and tuple(token.token for token in lens) != answer.ids:
+            refusal = "the engine reported the probabilities of other tokens than those of the answer"
         shown = {
             "name": branch.name,
             "at": branch.at,
@@ -212,8 +218,7 @@ class LensPanel(Panel):
             "caption": f"{len(answer.ids) or len(lens):,} tokens{more}{figures}",
             "text": "" if len(lens) else clip(answer.text, 4000),
             "scored": bool(len(lens)),
-            # Positions of branches are those of the ids.
-            "branches": bool(answer.ids) and tuple(token.token for token in lens) == answer.ids,
+            "refusal": refusal,
             "tokens": tokens,
         }
         rows = [

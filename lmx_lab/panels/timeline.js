@@ -14,7 +14,7 @@ export default panel("Timeline", ({ model, root, head, watch }) => {
   const legend = h("p", { class: "row legend" }, ...KINDS.map((kind) => h("span", {}, h("i", { class: kind }), kind)));
   const list = h("ul", { class: "lanes" });
   const detail = h("p", { class: "note detail", role: "status", hidden: true });
-  const hint = example("No request has run yet. An example:", 'lab.chat("Tell me a story.")');
+  const hint = example("No request has run in the last minute. An example:", 'lab.chat("Tell me a story.")');
   root.append(legend, hint, list, detail);
 
   const explain = async (lane) => {
@@ -43,9 +43,9 @@ export default panel("Timeline", ({ model, root, head, watch }) => {
     }];
   });
   watch(["lanes", "problem", "seconds", "paused"], () => {
-    const lanes = get("lanes");
+    const lanes = get("lanes") ?? [];
     show(lanes);
-    hint.hidden = lanes.length > 0 || get("problem") !== "";
+    hint.hidden = !get("lanes") || lanes.length > 0 || get("problem") !== "";
     legend.hidden = !lanes.length;
     pause.textContent = get("paused") ? "Resume" : "Pause";
     say(get("problem") || (get("paused") ? "Paused" : lanes.length ? `${get("seconds").toFixed(2)} s` : ""));

@@ -32,9 +32,9 @@ class TimelinePanel(Panel):
     FULL_WIDTH = True
     BY_NAME_ONLY = True
 
-    lanes: Any = traitlets.List().tag(sync=True)
+    lanes: Any = traitlets.List(allow_none=True, default_value=None).tag(sync=True)
     """The requests and loads, newest first: ``id``, ``title``, ``text`` and ``parts``, each of which has its kind,
-    its beginning and its length in percent of the window, and a text."""
+    its beginning and its length in percent of the window, and a text. None until the timeline was read."""
     seconds = traitlets.Float().tag(sync=True)
     """Length of the window that the bars show."""
     paused = traitlets.Bool(False).tag(sync=True)
@@ -55,7 +55,7 @@ class TimelinePanel(Panel):
     async def _read(self, backend: Backend) -> None:
         began_at = time.monotonic()
         try:
-            found = await backend.timeline(60, most=MAX_LANES)
+            found = await backend.timeline(60, most=2 * MAX_LANES)
         except LabError as exc:
             if self.workbench.backend is backend and self.shown("problem") != exc.message:
                 self.show(problem=exc.message, lanes=[])
@@ -71,7 +71,11 @@ class TimelinePanel(Panel):
         )[:MAX_LANES]
         # Requests that have ended stay visible until there is a new one, so that they can be examined.
         is_same = list(timeline) == list(self._timeline) and timeline.models == self._timeline.models
-        if not both or (is_same and not self.shown("problem")):
+        if not both:
+            if self.shown("lanes") is None:
+                self.show(lanes=[], problem="")
+            return
+        if is_same and not self.shown("problem"):
             return
         self._timeline = timeline
         first, last = min(each.at for each in both), max(each.at + each.total_s for each in both)
@@ -106,7 +110,7 @@ class TimelinePanel(Panel):
 
     def backend_changed(self) -> None:
         self._timeline = Timeline(())
-        self.show(lanes=[], problem="")
+        self.show(lanes=None, problem="")
 
     async def do_change(self, fields: Mapping[str, Any]) -> None:
         """Set ``paused``."""

@@ -41,7 +41,7 @@ from lmx_lab.values.outputs import Delta, EncodeReport, GenerationReport, TokenL
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import StepLog
-from lmx_lab.wire.admin import RequestEvent
+from lmx_lab.wire.admin import RequestEvent, RequestKind
 
 log = logging.getLogger(__name__)
 NOT_RECORDED = Caller(local=True, own=None)
@@ -163,7 +163,7 @@ class InferenceService:
         except (LabError, asyncio.CancelledError) as exc:
             # The name in the request is not used: a caller can choose it freely, and it is a label of a metric.
             model = self.manager.snapshot.model or ""
-            self._end_without_report("chat", model, exc, request=request, index=first)
+            self._end_without_report(_kind_of(caller), model, exc, request=request, index=first)
             raise
         for at, answer in enumerate(answers):
             answer.index = first + at
@@ -223,7 +223,7 @@ class InferenceService:
         Raises:
             LabError: see ``ModelManager.generate``.
         """
-        caller = Caller(local=True, own=own, patient=True)
+        caller = Caller(local=True, own=own, internal=own is None, patient=True)
         (answer,) = await self.submit(replace(continued_request(continuation), caller=caller))
         return answer
 
@@ -254,7 +254,7 @@ class InferenceService:
             score_prompt=True,
             score_from=start,
             steer=tuple(steer),
-            caller=NOT_RECORDED,
+            caller=replace(NOT_RECORDED, internal=True),
         )
         (answer,) = await self.submit(request)
         await answer.read()
@@ -331,6 +331,7 @@ class InferenceService:
         if recorded is not None:
             self.recording.end(recorded, answer, outcome, code)
         event = RequestEvent(
+            kind=_kind_of(answer.request.caller),
             scope=answer.request.caller.scope,
             request_id=answer.request.caller.request_id or "",
             index=answer.index,
@@ -351,7 +352,7 @@ class InferenceService:
 
     def _end_without_report(
         self,
-        kind: Kind,
+        kind: RequestKind,
         model: str,
         exc: BaseException,
         *,
@@ -421,6 +422,10 @@ class RequestLog:
         route = f"{scope.get('method', 'WebSocket')} {scope['path'][:80]}"
         for text in [_describe_end(end, status) for end in ends] or [_describe_status(status)]:
             log.info("%s  %s  %s", client, route, text)
+
+
+def _kind_of(caller: Caller) -> RequestKind:
+    return "internal" if caller.internal else "chat"
 
 
 def _describe_end(end: RequestEnd, status: int | None) -> str:

@@ -36,7 +36,8 @@ class Metrics:
         self._requests = Counter(
             "lmx_lab_requests",
             "Requests that have ended with stop, length, tool_calls, cancelled, or error and its code. The kind is "
-            "embedding, rerank or chat, which includes plain completions. For chat, each choice of each prompt counts. "
+            "embedding, rerank, chat, which includes plain completions, or internal, such as scoring an answer for a "
+            "panel. For chat, each choice of each prompt counts. "
             "A refused request counts once, unless its body was malformed.",
             ("kind", "outcome", "code"),
             registry=self._registry,
@@ -61,6 +62,8 @@ class Metrics:
         """Count the end of a request. May be called from any thread."""
         event, report = end.event, end.report
         self._requests.labels(kind=event.kind, outcome=event.finish_reason, code=event.code or "").inc()
+        if event.kind == "internal":
+            return
         if isinstance(report, GenerationReport):
             self._queue_s.observe(report.queue_s)
             self._request_s.observe(report.total_s)

@@ -92,6 +92,7 @@ class TimelineLog:
             prefill_s=0.0,
             decode_s=0.0,
             steps=(),
+            internal=caller.internal,
         )
         self._entries[steps] = _Request(number=next(self._numbers), scope=caller.scope, timeline=timeline)
         while len(self._entries) > self._limit:

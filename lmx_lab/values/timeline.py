@@ -231,6 +231,8 @@ class RequestTimeline:
     prefill_s: float
     decode_s: float
     steps: Steps
+    internal: bool = False
+    """Whether it is a step of other work, such as scoring the tokens of an answer, and not an answer to a caller."""
 
     @property
     def total_s(self) -> float:

@@ -334,6 +334,10 @@ class Heartbeat(BaseModel):
     """Seconds since the start of the server."""
 
 
+RequestKind = Kind | Literal["internal"]
+"""The kind of a request. Internal ones are steps of the lab's own work, such as scoring the tokens of an answer."""
+
+
 class RequestEvent(BaseModel):
     """An event for the end of a generation, an embedding or a rerank, sent only with ``include=requests``.
 
@@ -342,9 +346,9 @@ class RequestEvent(BaseModel):
     """
 
     type: Literal["request"] = "request"
-    kind: Kind = "chat"
-    """``chat`` includes plain completions. The other kinds generate nothing: their ``finish_reason`` is ``stop`` if
-    they succeeded, their speed is that of the input, and ``ttft_ms`` is the time to the whole result."""
+    kind: RequestKind = "chat"
+    """``chat`` includes plain completions. ``embedding`` and ``rerank`` generate nothing: their ``finish_reason`` is
+    ``stop`` if they succeeded, their speed is that of the input, and ``ttft_ms`` is the time to the whole result."""
     scope: str = Field(default="", exclude=True, repr=False)
     """The caller; see ``engine.requests.Caller``. It is not sent."""
     request_id: str

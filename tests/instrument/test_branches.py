@@ -180,8 +180,8 @@ def test_the_most_probable_beginnings_are_expanded_together(lab):
     for branch in tree:
         assert branch.answer.is_scored
         assert branch.logprob <= tree.root.logprob
-    # The first token and the four answers are recorded, the tokens between them are not.
-    assert len(lab.requests) - before == 5
+    # The four answers are recorded, and their first tokens are not.
+    assert len(lab.requests) - before == 4
     for arguments in ({"width": 0}, {"width": 9, "depth": 2}, {"depth": 1.5}, {"max_tokens": 1}):
         with pytest.raises(InvalidRequestError, match=next(iter(arguments))[:5]):
             lab.explore("hello", **arguments)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
+import httpx2
 import pytest
 from pydantic import ValidationError
 
@@ -178,6 +179,27 @@ def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile(
         Timeline([QUIET]).explain(5)
     with pytest.raises(InvalidRequestError, match="there is no request 'last'"):
         Timeline([QUIET]).explain("last")
+
+
+def test_scores_and_first_tokens_of_explored_answers_are_not_requests_of_the_notebook(lab):
+    lab.chat("hello", max_tokens=4)
+    with lmx_lab.attach(lab.url) as far:
+        for place in (lab, far):
+            before, hidden = len(place.timeline()), len(place.timeline().internal)
+            records = len(lab.requests)
+            reply = lab.chat("hello", max_tokens=4)
+            assert len(reply.lens()) == len(reply.ids)
+            tree = lab.explore("hello", width=2, depth=2, max_tokens=3)
+            assert len(tree) == 4
+            timeline = place.timeline()
+            assert len(timeline) - before == len(lab.requests) - records == 1 + 4
+            # One that scores the reply, and one for each beginning: none, and that of each of two tokens.
+            assert len(timeline.internal) - hidden == 1 + 3
+            assert len(timeline[-2:].internal) == len(timeline.internal)
+            assert set(timeline.df["request"].dropna()) == set(range(len(timeline)))
+    metrics = httpx2.get(f"{lab.url}/metrics").text
+    counted = re.findall(r'lmx_lab_requests_total\{code="",kind="internal",outcome="\w+"\} (\S+)', metrics)
+    assert sum(map(float, counted)) == 2 * (1 + 3)
 
 
 def test_an_attached_lab_has_the_timeline_of_its_server_but_no_comparison(lab):

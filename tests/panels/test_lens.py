@@ -1,5 +1,7 @@
 """Test the lens panel without a browser: following answers, scoring, branches."""
 
+from dataclasses import replace
+
 import pytest
 
 import lmx_lab
@@ -35,7 +37,7 @@ def test_the_panel_follows_the_newest_answer_and_scores_it(reader, echo):
     tokens = reader.panel.answer["tokens"]
     assert {part for _, part, *_ in tokens} == {"reasoning", "text"}
     assert [len(others) for *_, others in tokens] == [3] * len(tokens)
-    assert reader.panel.answer["branches"] is True
+    assert reader.panel.answer["refusal"] == ""
     echo.chat("not scored", temperature=0)
     reader.until(lambda panel: "not·scored" in texts(panel) and not panel.busy)
     assert all(logprob is not None for _, _, logprob, *_ in reader.panel.answer["tokens"])
@@ -82,6 +84,40 @@ def test_an_alternative_becomes_a_branch_that_can_be_shown_and_removed(reader, e
     reader.until(lambda panel: panel.branches == [])
     reader.ask("branch", at=0, token=10**8)
     reader.until(lambda panel: "echo knows" in panel.error)
+
+
+def test_an_explored_answer_is_shown_with_all_its_tokens(reader, echo):
+    tree = echo.explore("hello wide sea", width=2, depth=2, max_tokens=6, temperature=0)
+    newest = echo.requests[-1]
+    assert newest.answer in {branch.ids for branch in tree}
+    assert [token.token for token in newest.lens()] == list(newest.answer)
+    reader.until(lambda panel: len(panel.answer.get("tokens", ())) == len(newest.answer) and not panel.busy)
+    assert reader.panel.answer["refusal"] == ""
+
+
+def test_the_panel_says_why_alternatives_cannot_be_clicked(echo):
+    echo.chat("hello sea", temperature=0, logprobs=2)
+    unknown = replace(echo.requests[-1].record, answer=None)
+
+    async def record():
+        return unknown
+
+    backend = LocalBackend(echo.server)
+    backend.record = record
+    workbench = Workbench(backend, **QUICK)
+    reader = Reader(LensPanel(workbench))
+    reader.until(lambda panel: "hello" in texts(panel))
+    assert reader.panel.answer["refusal"] == "the engine did not report the token ids of this answer"
+    workbench.suspend()
+
+
+def test_the_panel_says_that_no_answers_are_recorded(tmp_path):
+    with serving(tmp_path, "echo", record="off") as lab:
+        workbench = lab.workbench
+        reader = Reader(LensPanel(workbench))
+        reader.until(lambda panel: 'record="off"' in panel.error)
+        assert reader.panel.answer == {}
+        workbench.suspend()
 
 
 def test_the_panel_of_an_attached_lab_shows_what_it_needs(echo):

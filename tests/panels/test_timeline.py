@@ -30,9 +30,10 @@ def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
     backend.timeline = timeline
     reader = Reader(TimelinePanel(workbench))
     panel = reader.panel
+    assert panel.lanes is None
     # The load is shown before the first request.
-    reader.until(lambda panel: [lane["id"] for lane in panel.lanes] == ["load-99.000000"])
-    requests[0] = [ONE, replace(ONE, at=102.0, outcome="running")]
+    reader.until(lambda panel: [lane["id"] for lane in panel.lanes or ()] == ["load-99.000000"])
+    requests[0] = [ONE, replace(ONE, internal=True), replace(ONE, at=102.0, outcome="running")]
     reader.until(lambda panel: len(panel.lanes) == 3)
     newest, oldest, load = panel.lanes
     assert newest["text"].endswith("running")

@@ -133,7 +133,7 @@ class ScriptedBackend:
         self.requests.append(("remove", item))
         await _next(self.removals)
 
-    async def generate(self, request: ChatRequest, *, batch: bool = False) -> RunningAnswer:
+    async def generate(self, request: ChatRequest, *, batch: bool = False, internal: bool = False) -> RunningAnswer:
         self.requests.append(("generate", request))
         answer = ScriptedAnswer(self)
 
