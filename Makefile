@@ -1,5 +1,5 @@
 # demo         run the quickstart notebook and print its output
-# lab          open the quickstart notebook in JupyterLab; as root: make lab LAB=--allow-root
+# lab          copy the notebooks to course/, and open the first one in JupyterLab; as root: make lab LAB=--allow-root
 # setup        install the package and the development tools into .venv; other targets do so if needed
 # test-fast, test, test-all    see docs/contributing.md
 # check        check formatting, style, spelling, types and the import rules
@@ -61,7 +61,8 @@ $(DEV_STAMP): $(STAMP)
 	@touch $@
 
 lab: $(STAMP)
-	$(BIN)/jupyter lab $(LAB) notebooks/00_quickstart.ipynb
+	$(BIN)/python tools/course.py course
+	$(BIN)/jupyter lab $(LAB) --ServerApp.root_dir=. --LabApp.app_settings_dir=tools/jupyterlab course/00_quickstart.ipynb
 
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py notebooks/00_quickstart.ipynb

@@ -152,6 +152,8 @@ def prepare_for_page(notebook: Any) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.html)", cell.source)
+            # The pages of the documentation are not beside the gallery.
+            cell.source = re.sub(r"\[([^]]+)\]\(\.\./docs/[^)]+\)", r"\1", cell.source)
         else:
             cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", ())]
 

@@ -1,33 +1,43 @@
 """Test that every notebook runs from top to bottom in a real kernel, that they form a course, and their pages."""
 
+import contextlib
+import json
 import os
+import platform
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from itertools import pairwise
+from urllib.request import urlopen
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 from lmx_lab.panels.static_views import WIDGET_VIEW
-from tests.support.docs import NOTEBOOK_FOLDER, NOTEBOOKS, ROOT
+from tests.support.docs import DOCS, NOTEBOOK_FOLDER, NOTEBOOKS, ROOT
 from tests.support.extras import OF_MAKE_LAB, modules_outside
-from tests.support.kernels import without_ports
+from tests.support.kernels import Notebook, without_ports
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
 # Values that replace the parameters cells, as with papermill.
 BENCH = {"prompt_tokens": 48, "output_tokens": 8, "concurrency": [1, 2], "repeats": 1}
 SMALL = {
-    "10_bench_decode": {"engine": "mlx", "prompt_tokens": [48, 96], "output_tokens": 8, "requests": 2, "repeats": 1},
+    "10_bench_decode": {"engine": "mlx", "prompt_tokens": [48, 96], "output_tokens": 8, "requests": 6, "repeats": 1},
     "11_bench_concurrency": {"engine": "mlx", **BENCH},
-    "12_compare_servers": {"gguf": "tiny-gguf", "requests": 2, **BENCH},
+    "12_compare_servers": {"gguf": "tiny-gguf", "requests": 2, **BENCH, "repeats": 3},
 }
 ANSWERS = {
     "10_bench_decode": "the longer prompt: ",
     "11_bench_concurrency": "2 users together: ",
     "12_compare_servers": "2 at once: lab on MLX has ",
 }
+EMPTY = frozenset({"", "NaN", "NaT", "None", "&lt;NA&gt;"})
+MAY_BE_EMPTY = ("error", "pinned")
+"""Columns that mark exceptions, which the course does not have."""
 # A module that is None in sys.modules would count as imported: scikit-learn looks there for polars.
 BLOCK = """
 import sys
@@ -40,6 +50,18 @@ class Finder(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
+
+
+@pytest.fixture(scope="session")
+def course_home(starter_home, smollm2_gguf, minilm):
+    """A lab's home with the starter models as ``launch`` downloads them, so that it chooses the default engine."""
+    home = starter_home.with_name(f"{starter_home.name}-course")
+    shutil.rmtree(home, ignore_errors=True)
+    for name in ("smollm2-135m", minilm.path.name):
+        shutil.copytree(starter_home / "models" / name, home / "models" / name, copy_function=os.link)
+    (home / "models" / "smollm2-135m-gguf").mkdir()
+    os.link(smollm2_gguf, home / "models" / "smollm2-135m-gguf" / smollm2_gguf.name)
+    return home
 
 
 def cells(path):
@@ -68,12 +90,34 @@ def test_a_notebook_is_committed_without_outputs_and_its_cells_have_ten_lines_at
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_written_as_jupyterlab_saves_it(path):
+    assert path.read_text(encoding="utf-8") == nbformat.writes(nbformat.read(path, as_version=4)) + "\n"
+
+
+def test_make_lab_copies_the_notebooks_keeps_changed_copies_and_adds_what_jupyterlab_would_add(tmp_path):
+    folder = tmp_path / "course"
+    run_tool("course.py", folder)
+    (folder / "00_quickstart.ipynb").write_text("changed")
+    run_tool("course.py", folder)
+    copies = sorted(folder.iterdir())
+    assert [copy.name for copy in copies] == [path.name for path in NOTEBOOKS]
+    assert copies.pop(0).read_text() == "changed"
+    for copy, path in zip(copies, NOTEBOOKS[1:], strict=True):
+        copied, original = (nbformat.read(each, as_version=4) for each in (copy, path))
+        assert copied.cells == original.cells
+        assert copied.metadata.language_info.version == platform.python_version()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_begins_with_a_question_and_ends_with_the_answer(path):
     first, *_, printed, last = cells(path)
     title, blank, question = first.source.splitlines()[:3]
     assert re.fullmatch(rf"# {path.stem[:2]} · \w.*", title)
     assert blank == ""
     assert re.fullmatch(r"\*[A-Z].+\?\*", question)
+    page, anchor = re.search(r"\n\nDocumentation: \[.+\]\(\.\./docs/([\w-]+\.md)#?([\w-]*)\)$", first.source).groups()
+    headings = re.findall(r"^#+ (.+)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert anchor in {"", *(heading.lower().replace(" ", "-") for heading in headings)}
     assert (printed.cell_type, last.cell_type) == ("code", "markdown")
     assert "print(" in printed.source
     assert last.source.startswith("**Answer:** ")
@@ -102,11 +146,9 @@ def test_the_demo_ends_with_a_sensible_answer_its_speed_and_the_addresses(starte
 @pytest.mark.parametrize(
     "path", [path for path in NOTEBOOKS if path.stem[:2] != "00" and path.stem not in SMALL], ids=lambda path: path.stem
 )
-def test_a_notebook_runs_from_top_to_bottom(path, starter_home, smollm2_gguf, tmp_path):
+def test_a_notebook_runs_from_top_to_bottom(path, course_home, tmp_path):
     notebook = nbformat.read(path, as_version=4)
-    if path.stem == "22_compare":
-        replace_parameters(notebook, {"model": "smollm2-135m", "gguf": str(smollm2_gguf), "max_tokens": 12})
-    shown = outputs_of(notebook, starter_home, tmp_path)
+    shown = outputs_of(notebook, course_home, tmp_path)
     assert any(WIDGET_VIEW in output.get("data", ()) for output in shown)
     assert (tmp_path / "run.html").exists() == (path.stem == "02_metrics")
     # The model has called a function, which was permitted.
@@ -144,6 +186,27 @@ def test_both_engines_and_both_other_servers_are_compared_in_one_table(tiny_home
     assert targets.endswith(" 0\n")
 
 
+def test_the_servers_of_a_notebook_end_with_its_kernel_even_if_it_is_killed(tmp_path):
+    course = {cell.id: cell.source for cell in cells(NOTEBOOK_FOLDER / "12_compare_servers.ipynb")}
+    with contextlib.closing(Notebook(tmp_path)) as notebook:
+        for id_ in ("12-06", "12-07", "12-25"):
+            notebook.run(course[id_])
+        started = (
+            "port = free_port()\nserver = start('-m', 'http.server', str(port), '--bind', '127.0.0.1')\nprint(port)"
+        )
+        url = f"http://127.0.0.1:{int(notebook.run(started))}"
+        until(lambda: answers(url))
+        notebook.process.send_signal(signal.SIGKILL)
+        until(lambda: not answers(url))
+
+
+def answers(url):
+    try:
+        return urlopen(url, timeout=5).status == 200
+    except OSError:
+        return False
+
+
 def replace_parameters(notebook, values):
     """Set all parameters of a notebook."""
     (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
@@ -153,19 +216,43 @@ def replace_parameters(notebook, values):
 
 
 def outputs_of(notebook, home, folder):
-    """Run a notebook that must not fail or write to standard error, and return its outputs.
+    """Run a notebook as papermill does, in another folder and in a kernel of another name, and return its outputs. It
+    must not fail, write to standard error, or show a table with an empty column.
 
     Only the packages that ``make lab`` installs can be imported, although the tests need others.
     """
     blocked = sorted(modules_outside(*OF_MAKE_LAB))
     notebook.cells.insert(0, nbformat.v4.new_code_cell(BLOCK.format(blocked)))
-    client = NotebookClient(
-        notebook, timeout=120, config=without_ports(), resources={"metadata": {"path": str(folder)}}
-    )
-    client.execute(env={**os.environ, "LMX_LAB_HOME": str(home)})
+    kernel = folder / "kernels" / "other" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": command, "display_name": "Other", "language": "python"}))
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=120, kernel_name="other", config=without_ports(), resources=resources)
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("JUPYTER_PATH", str(folder))
+        client.execute(env={**os.environ, "LMX_LAB_HOME": str(home)})
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not [output for output in shown if output["output_type"] == "error" or output.get("name") == "stderr"]
+    for output in shown:
+        check_tables(output)
     return shown
+
+
+def check_tables(output):
+    """Check that a displayed table has rows, and that each of its columns has values."""
+    data = output.get("data", {})
+    for table in re.findall(r"<table.*?</table>", data.get("text/html", ""), re.DOTALL):
+        rows = [
+            [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<t[hd]\b.*?</t[hd]>", row, re.DOTALL)]
+            for row in re.findall(r"<tr.*?</tr>", table, re.DOTALL)
+        ]
+        if "<th" in table:
+            assert len(rows) > 1, table
+            for name, values in zip(rows[0], zip(*rows[1:], strict=False), strict=False):
+                assert name in MAY_BE_EMPTY or not EMPTY.issuperset(values), (name, rows)
+    if "text/html" not in data:
+        assert not re.search(r"\bnan\b", data.get("text/plain", "") + output.get("text", ""), re.IGNORECASE), output
 
 
 def test_the_demo_fails_when_a_cell_fails(tmp_path):
