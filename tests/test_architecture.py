@@ -43,7 +43,8 @@ TABLE = {
     "sanitize": Row(),
     "extras": Row("errors"),
     # numpy: statistics. psutil: cores and memory of a machine. pandas: the type of a table with a provenance.
-    "results": Row("errors extras", "numpy pandas psutil"),
+    # matplotlib: figures.
+    "results": Row("errors extras", "numpy pandas psutil matplotlib"),
     "progress": Row("", "rich IPython"),
     # Sandboxes load this file without the package.
     "heap": Row(),
@@ -67,7 +68,9 @@ TABLE = {
         "fastapi starlette pydantic pydantic_core prometheus_client numpy opentelemetry",
     ),
     # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
-    "client": Row("errors values settings broadcast blocking portal wire", "httpx2 h11 pydantic pydantic_core numpy"),
+    "client": Row(
+        "errors values settings broadcast blocking portal results wire", "httpx2 h11 pydantic pydantic_core numpy"
+    ),
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
     "daemon": Row(
         "errors settings values broadcast http portal results sanitize wire client",
@@ -84,8 +87,8 @@ TABLE = {
     ),
     # pydantic: schemas of typed columns.
     "batch": Row("errors extras values progress blocking results wire backend arguments", "numpy pandas pydantic"),
-    # pydantic: errors of a prompt. bench: the figure that notebooks display.
-    "evals": Row("errors extras blocking results wire values backend instrument batch bench", "pandas pydantic"),
+    # pydantic: errors of a prompt. matplotlib: the type of axes.
+    "evals": Row("errors extras blocking results wire values backend instrument batch", "pandas pydantic matplotlib"),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.

@@ -1,28 +1,25 @@
-"""Plot medians with intervals: lines over a swept value, or bars if there is only one value.
-
-The figures need not be closed, because pyplot is not used.
-"""
+"""Plot medians with intervals: lines over a swept value, or bars if there is only one value."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
 
 from lmx_lab.bench.summaries import CASE, MEASURED, METRICS, TOTAL, Samples, summary
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.extras import import_optional, optional_imports
+from lmx_lab.extras import import_optional
+from lmx_lab.results.drawing import NotebookFigure, fit, fonts
 from lmx_lab.results.statistics import LEVEL
-
-with optional_imports("a plot"):
-    from matplotlib.figure import Figure
+from lmx_lab.values.models import EngineChoice
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.container import Container
 
@@ -33,51 +30,76 @@ LABELS = {
 MAX_LINES = 20
 PADDING_INCHES = 0.1
 UNKNOWN = "not known"
-
-
-class NotebookFigure(Figure):
-    """A matplotlib figure that notebooks display without pyplot."""
-
-    def _repr_png_(self) -> bytes:
-        out = io.BytesIO()
-        self.savefig(out, format="png", dpi=110)
-        return out.getvalue()
-
-    def widen(self, *texts: Artist) -> None:
-        """Widen the figure if its longest text would be cut otherwise."""
-        longest = max(text.get_window_extent().width for text in texts) / self.dpi
-        self.set_figwidth(max(self.get_figwidth(), longest + 2 * PADDING_INCHES))
+ADDRESS = re.compile(r"https?://.*|[\w.\-\[\]:]+:\d+(/.*)?|[\w-]+(\.[\w-]+)+/.*")
+VERSION = re.compile(r"[ -][a-z]?\d[^,]*")
+"""The version of an engine, such as that of ``lmx-lab 0.9.0, llama.cpp-0.2.14``."""
 
 
 def by_concurrency(
-    samples: Samples, *, metrics: Sequence[str] = (TOTAL, "decode_tok_s", "ttft_ms"), level: float = LEVEL
-) -> NotebookFigure:
+    samples: Samples,
+    *,
+    metrics: Sequence[str] = (TOTAL, "decode_tok_s", "ttft_ms"),
+    level: float = LEVEL,
+    names: Sequence[str] = (),
+    title: str | None = None,
+    ax: Axes | Sequence[Axes] | None = None,
+    size: tuple[float, float] | None = None,
+) -> NotebookFigure | None:
     """Plot the median of each metric over the number of concurrent requests, with bars for intervals that are known.
 
-    There is a line for each combination of the other values that differ, such as the target. Percentiles of the time
-    between tokens are computed for each answer first: ``itl_ms_p99`` is the median of the answers' 99th percentiles.
-    If all requests have the same concurrency, there are bars with their values. A value that was not measured is not
-    drawn; a bar or a plot without values says that they are not known.
+    There is a line for each combination of the other values that differ, such as the target. The legend shows the names
+    of targets, and what differs, such as the engine or the model; addresses and versions only if nothing else differs.
+    Percentiles of the time between tokens are computed for each answer first: ``itl_ms_p99`` is the median of the
+    answers' 99th percentiles. If all requests have the same concurrency, there are bars with their values. A value that
+    was not measured is not drawn; a bar or a plot without values says that they are not known.
+
+    Args:
+        names: Names of the lines or bars in the legend, in their order.
+        title: Replaces the title, which contains the values that all lines have in common. With an empty title, the
+            line below it, which explains the intervals, is also omitted.
+        ax: Axes of a figure of matplotlib in which to draw, one for each metric. No figure is returned then, and by
+            default the axes have no title.
+        size: Width and height of the figure in inches.
 
     Raises:
-        InvalidRequestError: a metric is unknown, there is no measured request, or there would be more than 20 lines.
+        InvalidRequestError: a metric is unknown, there is no measured request, there would be more than 20 lines, or
+            the numbers of names or axes are wrong.
         MissingPackageError: matplotlib or pandas is not installed.
     """
-    return _chart(samples, "concurrency", metrics, level)
+    with fonts():
+        return _chart(samples, "concurrency", metrics=metrics, level=level, names=names, title=title, ax=ax, size=size)
 
 
 def by_prompt_length(
-    samples: Samples, *, metrics: Sequence[str] = ("prefill_tok_s", "ttft_ms", "decode_tok_s"), level: float = LEVEL
-) -> NotebookFigure:
+    samples: Samples,
+    *,
+    metrics: Sequence[str] = ("prefill_tok_s", "ttft_ms", "decode_tok_s"),
+    level: float = LEVEL,
+    names: Sequence[str] = (),
+    title: str | None = None,
+    ax: Axes | Sequence[Axes] | None = None,
+    size: tuple[float, float] | None = None,
+) -> NotebookFigure | None:
     """Plot the median of each metric over the length of the prompts.
 
-    Raises:
-        InvalidRequestError, MissingPackageError: as ``by_concurrency``.
+    Args and Raises: as ``by_concurrency``.
     """
-    return _chart(samples, "prompt_tokens_wanted", metrics, level)
+    return _chart(
+        samples, "prompt_tokens_wanted", metrics=metrics, level=level, names=names, title=title, ax=ax, size=size
+    )
 
 
-def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) -> NotebookFigure:
+def _chart(
+    samples: Samples,
+    over: str,
+    *,
+    metrics: Sequence[str],
+    level: float,
+    names: Sequence[str],
+    title: str | None,
+    ax: Axes | Sequence[Axes] | None,
+    size: tuple[float, float] | None,
+) -> NotebookFigure | None:
     if unknown := [name for name in metrics if name not in METRICS]:
         raise InvalidRequestError(
             f"metrics: unknown metric {', '.join(unknown)}; available are {', '.join(METRICS)}", param="metrics"
@@ -88,32 +110,78 @@ def _chart(samples: Samples, over: str, metrics: Sequence[str], level: float) ->
     if not len(table):
         raise InvalidRequestError("there is nothing to plot: the table has no requests besides warm-up requests")
     lines = _lines(table, over)
-    width, height = 4.2 * len(metrics), 3.6
-    chart = NotebookFigure(figsize=(width, height))
-    chart.set_layout_engine("constrained", w_pad=PADDING_INCHES)
-    panels = chart.subplots(1, len(metrics), squeeze=False)[0]
-    handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
-    # The values that all lines have in common.
-    same = [name for name in _key_columns(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
-    text = " · ".join(_parts(same, table[same].iloc[0]))
-    title = chart.suptitle(textwrap.fill(text, 55 * len(metrics)), fontsize="medium")
-    below = _legend(chart, handles, list(lines)) if len(lines) > 1 else 0.0
-    chart.set_figheight(height + below)
-    chart.widen(title, *chart.legends)
+    if names:
+        if len(names) != len(lines) or len(set(names)) != len(names):
+            raise InvalidRequestError(
+                f"names is {list(names)!r:.200}; give a different name for each of {', '.join(map(repr, lines))}",
+                param="names",
+            )
+        lines = dict(zip(names, lines.values(), strict=True))
+    if ax is not None:
+        panels = list(np.ravel(np.asarray(ax, dtype=object)))
+        if len(panels) != len(metrics):
+            raise InvalidRequestError(
+                f"ax has {len(panels)} axes, but metrics has {len(metrics)} names; give one of each, such as "
+                f"metrics=({metrics[0]!r},)",
+                param="ax",
+            )
+        handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
+        if len(lines) > 1:
+            _plain(panels[0].legend(handles, [textwrap.fill(name, 40) for name in lines]))
+        if title:
+            panels[0].set_title(title, parse_math=False)
+        return None
+    usual = (4.2 * len(metrics), 3.6)
+    heading = _common(table, over) if title is None else title
+    caption = _caption(lines, metrics, level) if heading or title is None else ""
+    width, height = size or usual
+    with fonts(min(width / usual[0], height / usual[1])):
+        chart = NotebookFigure(figsize=(width, height))
+        chart.set_layout_engine("constrained", w_pad=PADDING_INCHES)
+        room = chart.bbox.width - 2 * PADDING_INCHES * chart.dpi
+        panels = list(chart.subplots(1, len(metrics), squeeze=False)[0])
+        handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
+        text = "\n".join(filter(None, (heading, caption)))
+        fit(chart.suptitle(text, fontsize="medium", parse_math=False), room)
+        below = _legend(chart, handles, list(lines), room) if len(lines) > 1 else 0.0
+        chart.set_figheight(height if size else height + below)
+        # The layout determines the height of the axes.
+        layout = chart.get_layout_engine()
+        assert layout is not None
+        layout.execute(chart)
+        for panel in panels:
+            fit(panel.yaxis.label, panel.bbox.height)
     return chart
 
 
-def _legend(chart: NotebookFigure, handles: Sequence[Any], names: Sequence[str]) -> float:
+def _caption(lines: Mapping[str, pd.DataFrame], metrics: Sequence[str], level: float) -> str:
+    """Describe the values and their intervals."""
+    kinds = " and ".join(dict.fromkeys("totals" if name == TOTAL else "medians" for name in metrics))
+    known = {bool(value) for name in metrics for rows in lines.values() for value in rows[f"{name}_low"].notna()}
+    if True in known:
+        missing = " where enough requests were measured" if False in known else ""
+        return f"{kinds} with {100 * level:g} % confidence intervals{missing}"
+    return f"{kinds} without intervals, which need 6 requests, or 3 repeats for totals"
+
+
+def _plain(legend: Any) -> None:
+    """Show the texts of a legend unchanged: two dollar signs would be a formula."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _legend(chart: NotebookFigure, handles: Sequence[Any], names: Sequence[str], room: float) -> float:
     """Draw a legend in as few rows as fit into the width of the figure, and return its height in inches."""
-    rows = 0
-    while True:
-        rows += 1
-        columns = math.ceil(len(names) / rows)
-        legend = chart.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
-        box = legend.get_window_extent()
-        if columns == 1 or box.width < chart.bbox.width:
-            return float(box.height / chart.dpi)
-        legend.remove()
+    for characters in (60, 50, 40, 30, 20, 10):
+        texts = [textwrap.fill(name, characters) for name in names]
+        for columns in dict.fromkeys(math.ceil(len(names) / rows) for rows in range(1, len(names) + 1)):
+            legend = chart.legend(handles, texts, loc="outside lower center", ncols=columns, frameon=False)
+            _plain(legend)
+            box = legend.get_window_extent()
+            if box.width < room or (columns == 1 and characters == 10):
+                return float(box.height / chart.dpi)
+            legend.remove()
+    raise AssertionError
 
 
 def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
@@ -127,18 +195,65 @@ def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
             f"the plot would have {len(groups)} lines; the limit is {MAX_LINES}, so choose rows by "
             f"{' or '.join(differing)}"
         )
-    lines: dict[str, pd.DataFrame] = {}
-    for key, group in groups:
-        text = " · ".join(_parts(differing, key)) or UNKNOWN
-        name = text if len(text) <= 60 else f"{text[:59]}…"
-        # Names that were shortened may be equal.
-        lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
-    return lines
+    return dict(zip(_names(differing, [key for key, _ in groups]), (group for _, group in groups), strict=True))
+
+
+def _names(columns: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[str]:
+    """Return a different name for each line: the name of its target and what a reader compares. Other values, such as
+    an address, are added only to lines whose names would be equal.
+    """
+    by_column = dict(zip(columns, map(list, zip(*keys, strict=True)), strict=True))
+    for column, shorten in (("engine", VERSION), ("model", re.compile(r".*/(?=.)"))):
+        values = by_column.get(column, [])
+        short = [shorten.sub("", value) if isinstance(value, str) else value for value in values]
+        # Otherwise, only the versions or the folders differ.
+        if len(set(short)) == len(set(values)):
+            by_column[column] = short
+    targets = by_column.get("target", [])
+    # The sides of a comparison of engines have the names of their engines.
+    compared = {"target", "model", *CASE} | (set() if set(targets) <= set(get_args(EngineChoice)) else {"engine"})
+    later = [name for name in columns if name not in compared]
+    shown = [
+        {name for name in columns if name in compared and not (name == "target" and _is_address(values[at]))}
+        for at in range(len(keys))
+        for values in [targets or [""] * len(keys)]
+    ]
+
+    def named(at: int) -> str:
+        kept = [name for name in columns if name in shown[at]]
+        return " · ".join(_parts(kept, [by_column[name][at] for name in kept]))
+
+    for added in ("target", *later):
+        names = [named(at) for at in range(len(keys))]
+        for at, name in enumerate(names):
+            if added in columns and (not name or names.count(name) > 1):
+                shown[at].add(added)
+    result = list[str]()
+    for at in range(len(keys)):
+        name = named(at) or UNKNOWN
+        result.append(name if name not in result else f"{name} ({at + 1})")
+    return result
+
+
+def _is_address(target: Any) -> bool:
+    return isinstance(target, str) and ADDRESS.fullmatch(target) is not None
 
 
 def _key_columns(table: pd.DataFrame, over: str) -> list[str]:
     """Return the columns that identify a line."""
     return [name for name in ("run", *MEASURED, *CASE) if name in table and name != over]
+
+
+def _common(table: pd.DataFrame, over: str) -> str:
+    """Return the values that all lines have in common. An address is among them only if there is no model."""
+    same = [name for name in _key_columns(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
+    first = table[same].iloc[0]
+    if _is_address(first.get("target")) and isinstance(first.get("model"), str):
+        same.remove("target")
+    # By default, the next request of a user begins when the previous one has ended.
+    if first.get("arrival") == "closed":
+        same.remove("arrival")
+    return " · ".join(_parts(same, first[same]))
 
 
 def _parts(columns: Sequence[str], values: Iterable[Any]) -> list[str]:
@@ -147,23 +262,18 @@ def _parts(columns: Sequence[str], values: Iterable[Any]) -> list[str]:
 
 
 def _describe(column: str, value: Any) -> str:
-    match column:
-        case "prompt_tokens_wanted":
-            return f"prompt {value}"
-        case "output_tokens_wanted":
-            return f"answer {value}"
-        case "concurrency":
-            return f"{value} concurrent"
-        case "cache":
-            return f"{value} cache"
-        case "threads":
-            return f"{value} thread{'' if value == 1 else 's'}"
-        case _:
-            # matplotlib would take a dollar sign for the start of a formula.
-            return str(value).replace("$", r"\$")
+    texts = {
+        "prompt_tokens_wanted": f"prompt {value}",
+        "output_tokens_wanted": f"answer {value}",
+        "concurrency": f"{value} concurrent",
+        "arrival": "requests after answers" if value == "closed" else str(value),
+        "cache": f"{value} cache",
+        "threads": f"{value} thread{'' if value == 1 else 's'}",
+    }
+    return texts.get(column, str(value))
 
 
-def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -> list[Container]:
+def _draw(panel: Axes, lines: Mapping[str, pd.DataFrame], over: str, metric: str) -> list[Container]:
     """Draw the lines or bars, and return what represents each of them in the legend."""
     panel.set_ylabel(LABELS[metric])
     panel.grid(alpha=0.3)
@@ -185,7 +295,7 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
         # Sweeps usually double their values.
         if places[-1] >= 4 * places[0]:
             panel.set_xscale("log", base=2)
-        panel.set_xticks(places[:: max(1, math.ceil(len(places) / 8))])
+        panel.set_xticks(_apart(places, is_log=panel.get_xscale() == "log"))
         panel.set_xticks([], minor=True)
         panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         panel.set_xlabel(LABELS[over])
@@ -197,7 +307,20 @@ def _draw(panel: Axes, lines: dict[str, pd.DataFrame], over: str, metric: str) -
     return drawn
 
 
-def _draw_bars(panel: Axes, lines: dict[str, pd.DataFrame], metric: str) -> list[Container]:
+def _apart(places: Sequence[int], *, is_log: bool) -> list[int]:
+    """Return the places whose labels do not overlap."""
+    at = np.log2(places) if is_log else np.asarray(places, float)
+    shares = (at - at[0]) / (at[-1] - at[0])
+    kept = [0]
+    for index in range(1, len(places)):
+        # A digit has at most 3 % of the width of axes.
+        characters = (len(str(places[index])) + len(str(places[kept[-1]]))) / 2
+        if shares[index] - shares[kept[-1]] >= 0.03 * characters + 0.02:
+            kept.append(index)
+    return [places[index] for index in kept]
+
+
+def _draw_bars(panel: Axes, lines: Mapping[str, pd.DataFrame], metric: str) -> list[Container]:
     """Draw one bar with its value for each line, because a line with a single point is not visible."""
     values = [float(rows[metric].iloc[0]) for rows in lines.values()]
     drawn: list[Container] = []

@@ -270,7 +270,9 @@ def _report(rows: pd.DataFrame, *, as_json: bool, plot: Path | None) -> None:
         print_note(f"stored in {rows.attrs['path']}")
     if plot is not None and (~rows["warm_up"]).any():
         only_lengths_vary = rows["concurrency"].nunique() == 1 and rows["prompt_tokens_wanted"].nunique() > 1
-        (benchmark.by_prompt_length if only_lengths_vary else benchmark.by_concurrency)(rows).savefig(plot)
+        figure = (benchmark.by_prompt_length if only_lengths_vary else benchmark.by_concurrency)(rows)
+        assert figure is not None
+        figure.save(plot)
         print_note(f"plot written to {plot}")
     if rows.attrs["interrupted"]:
         sys.exit(INTERRUPTED)

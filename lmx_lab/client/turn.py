@@ -30,6 +30,7 @@ from lmx_lab.errors import (
     UnreachableError,
     WrongServerError,
 )
+from lmx_lab.results.pages import Displayed
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     DaemonEvent,
@@ -436,7 +437,7 @@ class TurnToolCall:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class TurnResult:
+class TurnResult(Displayed):
     """The result of a turn that has completed or was cancelled.
 
     Thoughts and tool calls are taken from the turn's events, and are missing if the events are no longer available.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, wri
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, comparable, mean_score
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens, lens_of
 from lmx_lab.results.frames import Dtype, dtypes_of, make_table
+from lmx_lab.results.pages import Displayed
 from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.results.tables import html_table
 from lmx_lab.values.integers import integer
@@ -28,16 +28,16 @@ from lmx_lab.wire.chat import ChatRequest
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
-    from lmx_lab.bench.plots import NotebookFigure
+    from lmx_lab.results.drawing import NotebookFigure
 
 SHOWN_FAILURES = 10
 SHOWN_CHARACTERS = 80
 CALIBRATION_INCHES = (4.2, 4.2)
-TITLE_CHARACTERS = 55
 
 
-class Evaluation:
+class Evaluation(Displayed):
     """The scored answers to the rows of a table. ``print`` and notebooks show the score and the first failures.
 
     Rows with an error have no score and are left out of ``score``; ``errors`` counts them.
@@ -216,35 +216,49 @@ class Evaluation:
         frame.attrs["expected_calibration_error"] = error
         return frame
 
-    def plot_calibration(self) -> NotebookFigure:
+    def plot_calibration(
+        self, *, title: str | None = None, ax: Axes | None = None, size: tuple[float, float] = CALIBRATION_INCHES
+    ) -> NotebookFigure | None:
         """Return a reliability diagram: accuracy over confidence, with the number of rows of each bin.
 
         The diagonal is perfect calibration.
+
+        Args:
+            title: Replaces the title.
+            ax: Axes of a figure of matplotlib in which to draw. No figure is returned then, and by default the
+                axes have no title.
+            size: Width and height of the figure in inches.
 
         Raises:
             InvalidRequestError: there are no choices.
             MissingPackageError: matplotlib or pandas is not installed.
         """
         # Imported here, because matplotlib is optional.
-        from lmx_lab.bench.plots import NotebookFigure
+        from lmx_lab.results.drawing import NotebookFigure, fit, fonts
 
         bins = self.calibration()
-        figure = NotebookFigure(figsize=CALIBRATION_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        axes.plot([0, 1], [0, 1], linestyle="--", color="0.5", linewidth=1)
-        axes.plot(bins["confidence"], bins["accuracy"], marker="o")
-        for row in bins.itertuples():
-            place = (row.confidence, row.accuracy)
-            y = 6 if row.accuracy < 0.1 else -13
-            axes.annotate(str(row.n), place, textcoords="offset points", xytext=(0, y), ha="center", fontsize=8)
-        error = bins.attrs["expected_calibration_error"]
-        axes.set(
-            xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), xlabel="probability of the answer", ylabel="share of right answers"
-        )
-        name = textwrap.fill(f"{self.name}: {self.facts.model}", TITLE_CHARACTERS)
-        # Without parse_math, because two dollar signs would be a formula.
-        title = figure.suptitle(f"{name}\nexpected calibration error {error:.3f}", fontsize=9, parse_math=False)
-        figure.widen(title)
+        with fonts(min(size) / min(CALIBRATION_INCHES)):
+            figure = NotebookFigure(figsize=size, layout="constrained") if ax is None else None
+            axes = figure.add_subplot() if figure is not None else ax
+            assert axes is not None
+            axes.plot([0, 1], [0, 1], linestyle="--", color="0.5", linewidth=1)
+            axes.plot(bins["confidence"], bins["accuracy"], marker="o")
+            for row in bins.itertuples():
+                place = (row.confidence, row.accuracy)
+                y = 6 if row.accuracy < 0.1 else -13
+                axes.annotate(str(row.n), place, textcoords="offset points", xytext=(0, y), ha="center", fontsize=8)
+            error = bins.attrs["expected_calibration_error"]
+            axes.set(
+                **{"xlim": (-0.03, 1.03), "ylim": (-0.03, 1.03)},
+                **{"xlabel": "probability of the answer", "ylabel": "share of right answers"},
+            )
+            if figure is None:
+                axes.set_title(title or "", parse_math=False)
+                return None
+            if title is None:
+                title = f"{self.name}: {self.facts.model}\nexpected calibration error {error:.3f}"
+            # Without parse_math, because two dollar signs would be a formula.
+            fit(figure.suptitle(title, fontsize=9, parse_math=False), 0.95 * figure.bbox.width)
         return figure
 
     # Copies in other programs

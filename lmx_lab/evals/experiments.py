@@ -23,6 +23,7 @@ from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, to_json
 from lmx_lab.results.database import open_database
 from lmx_lab.results.frames import index_fields, make_index, make_table
+from lmx_lab.results.pages import Displayed
 from lmx_lab.results.tables import align_columns, html_table
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ SHOWN = ("id", "at", "name", "model", "metric", "rows", "score", "low", "high")
 SHOWN_ROWS = 20
 
 
-class Experiments(Sequence[Evaluation]):
+class Experiments(Displayed, Sequence[Evaluation]):
     """The stored evaluations, oldest first. ``df`` has one row for each; an element is an ``Evaluation`` with all rows.
 
     An element is selected by its position, or by its name, which returns the newest evaluation with this name.

@@ -11,7 +11,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.traces import What, activation_fields, token_label, traced
-from lmx_lab.results.figures import HeatMap
+from lmx_lab.results.figures import HeatMap, Picture
 from lmx_lab.values.integers import whole_number
 from lmx_lab.values.tracing import Trace
 
@@ -19,7 +19,7 @@ SHOWN_TOKENS = 40
 """Maximum number of tokens on each axis of the display, counted from the first; ``pattern`` contains all."""
 
 
-class AttentionPattern:
+class AttentionPattern(Picture):
     """The attention of all heads of a block. Notebooks display one head large, and the others on demand.
 
     Attributes:
@@ -69,11 +69,16 @@ class AttentionPattern:
             column_axis="key",
             describe=describe,
             limit=1.0,
+            unit="attention weight",
         )
 
     def __repr__(self) -> str:
         heads, queries, _ = self.pattern.shape
         return f"<AttentionPattern of {self.model}: block {self.layer}, {heads} heads, {queries} tokens; .pattern>"
+
+    def svg(self) -> str:
+        """Return the heat map of ``head`` as an ``svg`` element."""
+        return self.heat_map().svg()
 
     def _repr_html_(self) -> str:
         small = ""
@@ -86,7 +91,7 @@ class AttentionPattern:
             f"<div>The first {SHOWN_TOKENS} tokens are shown; .pattern contains {more} more.</div>" if more > 0 else ""
         )
         title = html.escape(f"All heads of block {self.layer}")
-        return f"{self.heat_map().svg()}<details><summary>{title}</summary>{small}</details>{note}"
+        return f"{self.svg()}<details><summary>{title}</summary>{small}</details>{note}"
 
 
 async def attention(backend: Backend, what: What, layer: int, head: int = 0) -> AttentionPattern:

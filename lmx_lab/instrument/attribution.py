@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.instrument.traces import Token, What, token_name, traced
-from lmx_lab.results.figures import HeatMap
+from lmx_lab.results.figures import HeatMap, Picture
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class LogitAttribution:
+class LogitAttribution(Picture):
     """The contributions of the parts of a model to the logit of the next token, or to a difference of two logits.
 
     Attributes:
@@ -74,6 +74,7 @@ class LogitAttribution:
             columns=names,
             row_axis="block",
             describe=describe,
+            unit="contribution to the logit",
             cell=(30.0, 12.0),
         )
 
@@ -83,7 +84,8 @@ class LogitAttribution:
             f"{self.attention.sum():.3f} attention, {self.mlp.sum():.3f} MLPs, {self.bias:.3f} biases; .df has all>"
         )
 
-    def _repr_html_(self) -> str:
+    def svg(self) -> str:
+        """Return the heat map as an ``svg`` element."""
         return self.heat_map().svg()
 
 

@@ -10,13 +10,11 @@ import functools
 import html
 import itertools
 import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmx_lab.arguments import Prompt, chat_request
@@ -25,8 +23,8 @@ from lmx_lab.blocking import blocking, both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.traces import ActivationCache, activation_fields, traced_answer
-from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
+from lmx_lab.results.pages import Displayed, Formats
 from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Continuation
@@ -344,7 +342,7 @@ class HasTokens(CanBranch):
         return self.tree().root
 
 
-class AnswerTree:
+class AnswerTree(Displayed):
     """An answer and its branches. Iterating yields all of them, each one before its own branches.
 
     ``tree["name"]`` is the branch with this name. The first answer has the name ``answer``.
@@ -429,13 +427,8 @@ class AnswerTree:
         document = {"model": answer.model, "weights": answer.weights, "prompt": answer.prompt_ids, "branches": branches}
         return json.dumps(document, ensure_ascii=False, indent=1)
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write ``to_json`` to a file, and return its path.
-
-        Raises:
-            InvalidRequestError: the file cannot be written.
-        """
-        return write_file(path, self.to_json().encode())
+    def _formats(self) -> Formats:
+        return {**super()._formats(), ".json": lambda: self.to_json().encode()}
 
     def __repr__(self) -> str:
         return "\n".join(f"{'  ' * depth}{_line(branch)}" for depth, branch in self.walk())
@@ -486,7 +479,7 @@ class AnswerTree:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class BranchDiff:
+class BranchDiff(Displayed):
     """Two answers of a tree, and where they differ."""
 
     one: Branch

@@ -28,8 +28,8 @@ from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
 from lmx_lab.progress import counter
-from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
+from lmx_lab.results.pages import Displayed, page
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.outputs import TokenLogprob
@@ -50,13 +50,6 @@ COLUMNS = {
     **{"tokens_per_second": "float64", "ttft_s": "float64"},
     **{"logprob": "float64", "logprob_per_token": "float64", "first_difference": "Int64"},
 }
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Comparison</title><style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 14px/1.5 system-ui, sans-serif; margin: 1em; overflow-wrap: anywhere; }}
-</style></head><body>{content}</body></html>
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +317,7 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class Comparison:
+class Comparison(Displayed):
     """The answers to prompts under several settings. Notebooks display them as a grid.
 
     Differences from the first setting are marked by word: added words are underlined, removed words struck through.
@@ -419,13 +412,8 @@ class Comparison:
             needed_by="scores",
         )
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the grid as a single HTML file without external resources.
-
-        Raises:
-            InvalidRequestError: the file cannot be written.
-        """
-        return write_file(path, PAGE.format(content=self._grid(len(self.prompts))).encode())
+    def _page(self) -> str:
+        return page("Comparison", self._grid(len(self.prompts)))
 
     def _answered(self) -> list[Cell]:
         return [cell for cell in self._run.cells if cell.key in self._run.records]

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
+from lmx_lab.results.pages import PAGE_CSS, Displayed, page
 from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.steering import recorded_steering
@@ -49,23 +47,19 @@ PART_STYLES: Mapping[Part, str] = {
     "call": "border-bottom:1px solid;",
 }
 TEXT_STYLE = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7"
-PAGE = """\
-<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Token lens</title><style>
-:root {{ color-scheme: light dark; }}
-body {{ font-family: system-ui, sans-serif; margin: 1em; }}
-main > span {{ position: relative; }}
+STYLES = f"""\
+{PAGE_CSS}main > span {{ position: relative; }}
 main > span > span {{ display: none; position: absolute; z-index: 1; top: 1.5em; left: 0; width: 22em; padding: .5em;
   background: Canvas; color: CanvasText; border: 1px solid; font-style: normal; }}
 main > span:is(:hover, :focus) > span {{ display: block; }}
 main i {{ display: block; font-style: normal; }}
 main b {{ display: inline-block; height: .7em; margin-right: .3em; background: #4575b4; }}
-</style></head><body>{body}</body></html>
 """
+"""The styles of a page in which the alternatives of a token are shown while it is selected."""
 VISIBLE = str.maketrans({"\n": "⏎\n", "\t": "⇥\t", " ": "·", "\r": "␍"})
 
 
-class TokenTable(list[TokenLogprob]):
+class TokenTable(Displayed, list[TokenLogprob]):
     """The tokens of an answer with their log-probabilities and alternatives; ``df`` is a data frame."""
 
     @property
@@ -197,12 +191,9 @@ class TokenLens(TokenTable):
             spans += f"<span style='{_style(token, part, self.color)}' title='{title}'>{_visible_html(token)}</span>"
         return f"{_legend(self.color)}<div style='{TEXT_STYLE}'>{spans}</div>{more}"
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page that needs neither a kernel nor scripts, and return its path. It shows the alternatives of each
-        token while the mouse is over it, or while it is selected with the Tab key.
-
-        Raises:
-            InvalidRequestError: the file cannot be written.
+    def _page(self) -> str:
+        """Return a page that shows the alternatives of each token while the mouse is over it, or while it is selected
+        with the Tab key.
         """
         tokens = ""
         for token, part in zip(self, self.parts, strict=True):
@@ -215,7 +206,7 @@ class TokenLens(TokenTable):
             # The values are shown while the token is selected.
             tokens += f"<span tabindex='0' style='{style}'>{_visible_html(token)}<span>{head}{bars}</span></span>"
         body = f"{_legend(self.color)}<main style='{TEXT_STYLE}'>{tokens}</main>"
-        return write_file(path, PAGE.format(body=body).encode())
+        return page("Token lens", body, STYLES)
 
 
 def rank_of(token: TokenLogprob) -> int | None:

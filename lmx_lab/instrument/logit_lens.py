@@ -11,7 +11,7 @@ from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.traces import What, position_list, token_label, traced
-from lmx_lab.results.figures import HeatMap
+from lmx_lab.results.figures import HeatMap, Picture
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
 
@@ -26,7 +26,7 @@ SHOWN_POSITIONS = 16
 """Maximum number of positions in the display, counted from the last; the data frame contains all."""
 
 
-class LogitLensTable:
+class LogitLensTable(Picture):
     """The most likely next tokens after each block and each position of a text.
 
     Attributes:
@@ -108,6 +108,7 @@ class LogitLensTable:
             texts=[[token_label(self.predicted(block, self.positions[at])[0]) for at in shown] for block in blocks],
             describe=describe,
             limit=1.0,
+            unit="probability of the token",
             cell=(62.0, 17.0),
         )
 
@@ -119,12 +120,16 @@ class LogitLensTable:
             f"last block and position: {last}; .df contains all values>"
         )
 
+    def svg(self) -> str:
+        """Return the heat map as an ``svg`` element."""
+        return self.heat_map().svg()
+
     def _repr_html_(self) -> str:
         more = len(self.positions) - SHOWN_POSITIONS
         note = (
             f"<div>The last {SHOWN_POSITIONS} positions are shown; .df contains {more} more.</div>" if more > 0 else ""
         )
-        return self.heat_map().svg() + note
+        return self.svg() + note
 
 
 async def logit_lens(

@@ -22,7 +22,7 @@ from lmx_lab.instrument.traces import (
     traced_pair,
 )
 from lmx_lab.progress import counter
-from lmx_lab.results.figures import HeatMap
+from lmx_lab.results.figures import HeatMap, Picture
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.tracing import Trace
 
@@ -36,7 +36,7 @@ COLUMNS = {
 NO_DIFFERENCE = "the logit difference is the same after both texts"
 
 
-class PatchSweep:
+class PatchSweep(Picture):
     """The logits of two tokens after the corrupt text, with one value at a time replaced by that of the clean text.
 
     Attributes:
@@ -182,6 +182,7 @@ class PatchSweep:
             row_axis="block",
             column_axis=column_axis,
             describe=describe,
+            unit="restored fraction (1: clean, 0: corrupt)",
             cell=(30.0, 12.0),
         )
 
@@ -203,6 +204,10 @@ class PatchSweep:
             f"<PatchSweep of {self.model}: {done} of {self.logits[..., 0].size} values replaced{state}; logit "
             f"difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df contains all values>"
         )
+
+    def svg(self) -> str:
+        """Return the heat map of the first hook as an ``svg`` element; ``heat_map`` has those of others."""
+        return self.heat_map().svg()
 
     def _repr_html_(self) -> str:
         note = "<div>The sweep was interrupted; grey cells are missing.</div>" if self.interrupted else ""

@@ -32,6 +32,7 @@ from lmx_lab.extras import import_optional
 from lmx_lab.instrument.steering import Steer, mean_difference
 from lmx_lab.instrument.traces import HOOKS, HookTable, Traced, What, activation_fields, traced
 from lmx_lab.progress import counter
+from lmx_lab.results.figures import Picture
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.outputs import Vectors
@@ -220,7 +221,7 @@ class ProbeRun:
         return [float(score) for score in scores]
 
 
-class Probe:
+class Probe(Picture):
     """The accuracy of a linear probe at each layer. Notebooks display it as a chart.
 
     Attributes:
@@ -310,8 +311,9 @@ class Probe:
                 )
         return "".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
-                f'aria-label="{title}" style="max-width:100%;height:auto;font:12px system-ui,sans-serif">',
+                f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
+                f'aria-label="{title}" font-size="12" font-family="system-ui,sans-serif" '
+                'style="max-width:100%;height:auto">',
                 f'<text x="{LEFT}" y="16" fill="currentColor">accuracy: mean and deviation over folds</text>',
                 *grid,
                 f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="{BASELINE_COLOR}" '

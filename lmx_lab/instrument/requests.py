@@ -21,6 +21,7 @@ from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.store import COLUMNS, RecordStore
 from lmx_lab.instrument.timeline import Timeline, timeline_of_record
 from lmx_lab.results.frames import Dtype, make_table
+from lmx_lab.results.pages import Displayed
 from lmx_lab.results.tables import align_columns, html_table
 from lmx_lab.values.recording import Provenance, Record
 
@@ -104,7 +105,7 @@ class RecordedRequest(HasTokens):
         return f"<request {record.id}: {record.provenance.model}, {counts}, {record.outcome}: {record.text[:60]!r}>"
 
 
-class RequestList(Sequence[RecordedRequest]):
+class RequestList(Displayed, Sequence[RecordedRequest]):
     """The recorded requests of a lab or a file, oldest first. Elements are read on access.
 
     An element is selected by its position or, for a row of ``lab.map``, by its ``request_id``; one that does not exist,

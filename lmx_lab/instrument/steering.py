@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.results.figures import write_file
+from lmx_lab.results.pages import write_file
 from lmx_lab.values.integers import whole_number
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.values.steering import LARGEST, VECTOR_LIMIT, encode_components

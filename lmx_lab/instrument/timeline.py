@@ -5,19 +5,17 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from numbers import Real
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.results.figures import write_file
 from lmx_lab.results.frames import make_table
+from lmx_lab.results.pages import Displayed, Formats
 from lmx_lab.values.recording import Record
 from lmx_lab.values.timeline import ModelTimeline, RequestTimeline, Span, others_during, phase_durations
 
@@ -36,7 +34,7 @@ PROCESS = 1
 """Id of the process in a file for Perfetto; each request is a thread of it."""
 
 
-class Timeline(Sequence[RequestTimeline]):
+class Timeline(Displayed, Sequence[RequestTimeline]):
     """The steps of an engine for each request, oldest request first. Notebooks display them as bars.
 
     Attributes:
@@ -160,16 +158,12 @@ class Timeline(Sequence[RequestTimeline]):
         count = "another request" if others.requests == 1 else f"{others.requests} other requests"
         return f"; meanwhile {count} had a slot{computed}"
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the spans in Chrome's trace event format, which https://ui.perfetto.dev opens.
-
-        Raises:
-            InvalidRequestError: the file cannot be written.
-        """
-        return write_file(path, json.dumps(self.trace_events()).encode())
+    def _formats(self) -> Formats:
+        return {**super()._formats(), ".json": lambda: json.dumps(self.trace_events()).encode()}
 
     def trace_events(self) -> dict[str, Any]:
-        """Return the content of the file that ``save`` writes. Times are in microseconds since the oldest arrival."""
+        """Return the spans in Chrome's trace event format, which https://ui.perfetto.dev opens and ``save`` writes to a
+        ``.json`` file. Times are in microseconds since the oldest arrival."""
         beginnings = [*(each.at for each in self._requests), *(each.at for each in self.models)]
         first = min(beginnings, default=0.0)
         events = [_metadata("process_name", 0, "LMX Lab")]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.results.figures import write_file
+from lmx_lab.results.pages import Displayed, write_file
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.values.integers import integer
 from lmx_lab.values.steering import recorded_steering
@@ -204,7 +204,7 @@ def token_label(text: str) -> str:
     return text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
 
 
-class ActivationCache(dict[str, NDArray[Any]]):
+class ActivationCache(Displayed, dict[str, NDArray[Any]]):
     """The values of hooks by name: float32 arrays whose first axis is the position.
 
     Attributes:
@@ -248,7 +248,7 @@ class ActivationCache(dict[str, NDArray[Any]]):
         return _table(repr(self).split("\n", 1)[0].strip("<>"), {name: self[name].shape for name in self})
 
 
-class HookTable(dict[str, Shape]):
+class HookTable(Displayed, dict[str, Shape]):
     """The hooks of a model with the shapes of their values; ``position`` and ``key`` stand for numbers of tokens."""
 
     def __init__(self, trace: Trace) -> None:

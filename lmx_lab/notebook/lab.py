@@ -419,16 +419,20 @@ class Lab:
         models = self.workbench.submit(backend.models()).result(30.0)
         return take_snapshot(backend.state(), models, samples[-1] if samples else None)
 
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained HTML file: the snapshot, charts of the last 15 minutes, the requests, and the
-        content of the chat and rerank panels.
+    def report(self, path: str | os.PathLike[str], *results: object) -> Path:
+        """Write one self-contained HTML file: the given results, the snapshot, charts of the last 15 minutes, the
+        requests, and the content of the chat and rerank panels.
+
+        Args:
+            results: Objects that notebooks display, such as a token lens, an evaluation, a data frame or a figure. A
+                text before a result is its title.
 
         Raises:
             InvalidRequestError: the path cannot be written.
         """
         history = self.workbench.history
         sections = self._layout().report_sections(self.workbench) if self.workbench.panels else []
-        text = report_html(self.snapshot(), history.samples, history.requests, sections)
+        text = report_html(self.snapshot(), history.samples, history.requests, sections, results)
         return write_report(path, text)
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from lmx_lab.backend import Backend, FinishedAnswer, RunningAnswer, TokenAnswer
 from lmx_lab.blocking import END, End, Stream, on_loop
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable
+from lmx_lab.results.pages import Displayed
 from lmx_lab.values.outputs import whole_characters
 
 _CODE = re.compile(
@@ -70,7 +71,7 @@ def json_shape(response_format: Any) -> JsonShape:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Reply(FinishedAnswer, HasTokens):
+class Reply(Displayed, FinishedAnswer, HasTokens):
     """A complete answer and its cost."""
 
     shape: JsonShape = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import os
 import platform
+import re
 import secrets
 import stat
 import statistics
@@ -27,6 +28,7 @@ from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, line_charts, 
 from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.results.figures import CSS as CHART_CSS
 from lmx_lab.results.figures import format_clock, format_number
+from lmx_lab.results.pages import Displayed, html_of, page
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.sanitize import UNSAFE
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, Sample
@@ -69,7 +71,7 @@ tr { break-inside: avoid; }
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Snapshot:
+class Snapshot(Displayed):
     """The state of a lab at one time. Machine and versions are those of the process that took the snapshot."""
 
     at: float
@@ -149,6 +151,7 @@ def report_html(
     samples: Sequence[Sample],
     requests: Sequence[EndedRequest],
     sections: Sequence[tuple[str, str]] = (),
+    results: Sequence[object] = (),
 ) -> str:
     """Return the HTML of a report.
 
@@ -156,8 +159,11 @@ def report_html(
         samples: Measurements for the charts, in any order.
         requests: Requests that have ended, in any order. The 200 newest have one row each; the summary counts all.
         sections: The title and HTML of each additional section. The title is escaped, the HTML is not.
+        results: Objects that are shown first, as notebooks display them. A text is the title of the next result, whose
+            default is its class.
     """
     parts = [
+        *_results(results),
         ("Server", _table((), snapshot.facts().items(), row_names=True)),
         ("Models", _models(snapshot.models.models, snapshot.server)),
         ("Measurements", _measurements(sorted(samples, key=lambda sample: sample.at))),
@@ -168,29 +174,26 @@ def report_html(
     body = "\n".join(f"<section>\n<h2>{html.escape(title)}</h2>\n{text or empty}\n</section>" for title, text in parts)
     title = f"LMX Lab, {format_time(snapshot.at)}"
     zone = time.strftime("%Z, UTC%z", time.localtime(snapshot.at))
-    # With this policy, the page loads and runs nothing, whatever the HTML of a section contains.
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-{GENERATOR}
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-{CSS}</style>
-</head>
-<body>
-<header><h1>{title}</h1></header>
+    body = f"""<header><h1>{title}</h1></header>
 <main>
 {body}
 </main>
-<footer><p>Times are local: {html.escape(zone)}. GB are 10<sup>9</sup> bytes.</p></footer>
-</body>
-</html>
-"""
-    return _replace_unsafe(page)
+<footer><p>Times are local: {html.escape(zone)}. GB are 10<sup>9</sup> bytes.</p></footer>"""
+    return _replace_unsafe(page(title, body, CSS, GENERATOR))
+
+
+def _results(results: Sequence[object]) -> list[tuple[str, str]]:
+    sections, title = list[tuple[str, str]](), ""
+    for result in results:
+        if isinstance(result, str):
+            # A title without a result is the heading of an empty section.
+            sections += [(title, " ")] if title else []
+            title = result
+        else:
+            words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(result).__name__).capitalize()
+            sections.append((title or words, f'<div class="wide">{html_of(result)}</div>'))
+            title = ""
+    return [*sections, *([(title, " ")] if title else [])]
 
 
 def _models(models: Sequence[ModelRecord], server: ServerState) -> str:
@@ -205,7 +208,7 @@ def _measurements(samples: Sequence[Sample]) -> str:
     if not samples:
         return '<p class="quiet">No measurements have been recorded yet.</p>'
     charts = line_charts(samples)
-    figures = "\n".join(f"<figure>\n<h3>{html.escape(chart.title)}</h3>\n{chart.svg()}\n</figure>" for chart in charts)
+    figures = "\n".join(f"<figure>\n{chart.svg()}\n</figure>" for chart in charts)
     rows = []
     for chart in charts:
         for series in chart.series:

@@ -13,6 +13,7 @@ from lmx_lab.backend import Backend, Ranking
 from lmx_lab.blocking import on_loop
 from lmx_lab.errors import MissingPackageError
 from lmx_lab.results.frames import dtypes_of, make_table
+from lmx_lab.results.pages import Displayed
 from lmx_lab.results.tables import RecordList, align_columns, html_table
 from lmx_lab.values.outputs import EncodeReport, InputType, RerankMethod, Vectors
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, RunningRequest
@@ -38,7 +39,7 @@ class RankedDocument:
     document: str
 
 
-class RerankResult(list[RankedDocument]):
+class RerankResult(Displayed, list[RankedDocument]):
     """The ranked documents, the most relevant first. Documents with equal scores keep their given order.
 
     Args:

@@ -1,46 +1,42 @@
-"""Draw line charts over time and heat maps as inline SVG, without scripts or external files, and write named files."""
+"""Draw line charts over time and heat maps as inline SVG, without scripts or external files."""
 
 from __future__ import annotations
 
 import base64
 import html
 import math
-import os
+import re
 import statistics
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.results.pages import Displayed, Formats
 
 GAP_S = 2.0
 """Points that are further apart than this are not connected, because nothing was recorded between them."""
-MAX_SERIES = 3
-"""Number of line styles in ``CSS``."""
 WIDTH, HEIGHT = 720, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 28
 NO_VALUES = "<p>No measurements have been recorded.</p>"
 TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
+LINES = (
+    'stroke="#0b5cad" stroke-width="2"',
+    'stroke="#b34700" stroke-width="2" stroke-dasharray="8 5"',
+    'stroke="#2f7d32" stroke-width="3" stroke-dasharray="1 5"',
+)
+"""The styles of the lines of a chart, which differ without their colours."""
 CSS = """\
-.chart { display: block; width: 100%; max-width: 45rem; height: auto; font: 12px system-ui, sans-serif; }
+.chart { display: block; width: 100%; max-width: 45rem; height: auto; }
 .chart text { fill: var(--muted); }
-.chart .grid { stroke: var(--grid); stroke-width: 1; }
-.chart .line { fill: none; stroke-width: 2; stroke-linecap: round; stroke-linejoin: round; }
+.chart .grid { stroke: var(--grid); }
 .chart .line-0 { stroke: var(--line-0); }
-.chart .line-1 { stroke: var(--line-1); stroke-dasharray: 8 5; }
-.chart .line-2 { stroke: var(--line-2); stroke-dasharray: 1 5; stroke-width: 3; }
-.chart .dot { stroke-dasharray: none; stroke-width: 6; }
+.chart .line-1 { stroke: var(--line-1); }
+.chart .line-2 { stroke: var(--line-2); }
 """
-"""Styles of a chart. The page defines the colours ``--muted``, ``--grid`` and ``--line-0`` to ``--line-2``."""
-
-
-_IMAGE_CSS = f"""\
-svg {{ --muted: #555; --grid: #ccc; --line-0: #0b5cad; --line-1: #b34700; --line-2: #2f7d32; background: #fff; }}
-{CSS}"""
-"""Styles of a chart that is a separate image. It has a background, because it cannot use that of its page."""
+"""The colours of charts in a page that defines ``--muted``, ``--grid`` and ``--line-0`` to ``--line-2``."""
 Rgb = tuple[int, int, int]
 SEQUENTIAL: tuple[Rgb, Rgb] = ((255, 255, 255), (8, 81, 156))
 """The colours of 0 and the largest value."""
@@ -48,6 +44,42 @@ NEGATIVE: Rgb = (178, 24, 43)
 """The colour of the smallest value if there are negative ones."""
 CHARACTER_WIDTH = 6.2
 """Approximate width of a character of 10 px, because SVG cannot measure text."""
+MIN_WIDTH, MAX_WIDTH = 420.0, 900.0
+"""The width in pixels that titles of narrow heat maps may have, and that the cells of wide ones have together."""
+SCALE_WIDTH, SCALE_STEPS = 120.0, 40
+"""Width of the scale of a heat map in pixels, and the number of its colours."""
+
+
+class Picture(Displayed):
+    """A result that is displayed as an SVG."""
+
+    def svg(self) -> str:
+        """Return the picture as an ``svg`` element."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
+    def _formats(self) -> Formats:
+        def draw(kind: str) -> bytes:
+            # Imported here, because matplotlib is optional.
+            from lmx_lab.results.drawing import figure_of, write_figure
+
+            return write_figure(figure_of(standalone_svg(self.svg())), kind)
+
+        return {
+            **super()._formats(),
+            ".svg": lambda: standalone_svg(self.svg()).encode(),
+            ".png": lambda: draw("png"),
+            ".pdf": lambda: draw("pdf"),
+        }
+
+
+def standalone_svg(svg: str) -> str:
+    """Return an ``svg`` element as the content of a file, which has its own colours."""
+    start, rest = svg.split(">", 1)
+    attributes = re.sub(r' style="[^"]*"', "", start.removeprefix("<svg"))
+    return f'<svg xmlns="http://www.w3.org/2000/svg" color="#111" style="background:#fff"{attributes}>{rest}'
 
 
 # Line charts
@@ -81,7 +113,7 @@ class SeriesSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineChart:
+class LineChart(Picture):
     """A chart of one or more series in the same unit, with an axis that begins at 0."""
 
     key: str
@@ -95,7 +127,7 @@ class LineChart:
     """Whether the values are counts, so that the axis has no fractions."""
 
     def __post_init__(self) -> None:
-        assert len(self.series) <= MAX_SERIES
+        assert len(self.series) <= len(LINES)
         assert all(len(series.values) == len(self.at) for series in self.series)
 
     def svg(self) -> str:
@@ -115,30 +147,38 @@ class LineChart:
             return x, bottom - max(0.0, value) / ticks[-1] * (bottom - TOP)
 
         title_id, text_id = f"chart-{self.key}-title", f"chart-{self.key}-text"
+        text = 'fill="#555"'
+        heading = self.title if self.title.lower() == self.unit else f"{self.title}, {self.unit}"
         parts = [
-            f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{title_id} {text_id}">',
+            f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
+            f'font-size="12" font-family="system-ui,sans-serif" aria-labelledby="{title_id} {text_id}">',
             f'<title id="{title_id}">{html.escape(self.title)}</title>',
             f'<desc id="{text_id}">{html.escape(self.description())}</desc>',
-            f'<text x="4" y="16">{html.escape(self.unit)}</text>',
+            f'<text x="4" y="16" {text}>{html.escape(heading)}</text>',
         ]
         # A character is about 7 wide; SVG cannot measure text.
-        widths = [len(series.name) * 7 + 52 for series in self.series]
+        room = (WIDTH - RIGHT - 7 * _length(heading) - 20) / max(1, len(self.series)) - 52
+        names = [_clip(series.name, max(1.0, room / 7)) for series in self.series]
+        widths = [_length(name) * 7 + 52 for name in names]
         left = WIDTH - RIGHT - sum(widths)
-        for index, (series, width) in enumerate(zip(self.series, widths, strict=True)):
-            parts.append(f'<path class="line line-{index}" d="M{left} 12h30"/>')
-            parts.append(f'<text x="{left + 36}" y="16">{html.escape(series.name)}</text>')
+        for index, (name, width) in enumerate(zip(names, widths, strict=True)):
+            parts.append(f'<path class="line line-{index}" fill="none" {LINES[index]} d="M{left:.1f} 12h30"/>')
+            parts.append(f'<text x="{left + 36:.1f}" y="16" {text}>{html.escape(name)}</text>')
             left += width
         decimals = max(0, -math.floor(math.log10(ticks[1]) + 1e-9))
         for tick in ticks:
             _, y = place(first, tick)
-            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,.{decimals}f}</text>')
+            label = f"{tick:,.{decimals}f}"
+            # A longer label would extend beyond the chart.
+            label = label if len(label) <= 7 else f"{tick:g}"
+            parts.append(f'<path class="grid" stroke="#ccc" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" {text}>{label}</text>')
         for moment, label in time_ticks(first, last):
             x, _ = place(moment, 0)
             # A centred label at an end of the axis would extend beyond the chart.
             anchor = "start" if x < LEFT + 20 else "end" if x > WIDTH - RIGHT - 20 else "middle"
-            parts.append(f'<path class="grid" d="M{x:.1f} {bottom}v5"/>')
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="{anchor}">{label}</text>')
+            parts.append(f'<path class="grid" stroke="#ccc" d="M{x:.1f} {bottom}v5"/>')
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="{anchor}" {text}>{label}</text>')
         for index, series in enumerate(self.series):
             lines, dots = "", ""
             for segment in segments(self.at, series.values):
@@ -148,8 +188,12 @@ class LineChart:
                     dots += f"M{points[0]}h0"
                 else:
                     lines += "M" + "L".join(points)
-            drawn = {f"line line-{index}": lines, f"line line-{index} dot": dots}
-            parts += [f'<path class="{name}" d="{steps}"/>' for name, steps in drawn.items() if steps]
+            ends = 'fill="none" stroke-linecap="round" stroke-linejoin="round"'
+            if lines:
+                parts.append(f'<path class="line line-{index}" {ends} {LINES[index]} d="{lines}"/>')
+            if dots:
+                color = LINES[index].split()[0]
+                parts.append(f'<path class="line line-{index}" {ends} {color} stroke-width="6" d="{dots}"/>')
         return "".join([*parts, "</svg>"])
 
     def image_html(self) -> str:
@@ -159,9 +203,7 @@ class LineChart:
         """
         if not self._has_values():
             return NO_VALUES
-        tag = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
-        image = self.svg().replace("<svg", tag, 1).replace("</title>", f"</title><style>{_IMAGE_CSS}</style>", 1)
-        encoded = base64.b64encode(image.encode()).decode()
+        encoded = base64.b64encode(standalone_svg(self.svg()).encode()).decode()
         text = html.escape(f"{self.title}. {self.description()}", quote=True)
         return f'<img width="{WIDTH}" height="{HEIGHT}" alt="{text}" src="data:image/svg+xml;base64,{encoded}">'
 
@@ -249,7 +291,7 @@ def format_number(value: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeatMap:
+class HeatMap(Picture):
     """A matrix of values as coloured cells."""
 
     title: str
@@ -264,31 +306,71 @@ class HeatMap:
     """Returns the text that is shown while the mouse is over a cell."""
     limit: float | None = None
     """The value with the full colour; by default the largest one."""
+    unit: str = ""
+    """What the values are, for the scale of colours below the map; without it, there is no scale."""
     cell: tuple[float, float] = (18.0, 18.0)
     """Width and height of a cell."""
 
+    def with_values(self, digits: int = 2) -> HeatMap:
+        """Return the map with the value of each cell as text, after the text that the cell has."""
+        texts = [
+            [
+                f"{self.texts[at][column] if self.texts else ''} {format_signed(value, digits)}".strip()
+                for column, value in enumerate(row)
+            ]
+            for at, row in enumerate(self.values)
+        ]
+        longest = max((_width(text) for row in texts for text in row), default=0.0)
+        width, height = self.cell
+        return replace(self, texts=texts, cell=(max(width, longest + 6), max(height, 14.0)))
+
+    @property
+    def _size(self) -> tuple[float, float]:
+        """Width and height of a cell as it is drawn. Cells without texts are narrower if there are many."""
+        width, height = self.cell
+        return (width if self.texts else min(width, max(2.0, MAX_WIDTH / max(1, len(self.columns)))), height)
+
+    @property
+    def _limit(self) -> float:
+        finite = [abs(value) for row in self.values for value in row if math.isfinite(value)]
+        return self.limit or max(finite, default=1.0) or 1.0
+
     def svg(self) -> str:
         """Return the heat map as an ``svg`` element. Its labels have the colour of the surrounding text."""
-        width, height = self.cell[0] * len(self.columns), self.cell[1] * len(self.rows)
+        cell_width, cell_height = self._size
+        width, height = cell_width * len(self.columns), cell_height * len(self.rows)
         left = 8 + max((_width(_clip(label)) for label in self.rows), default=0) + 16 * bool(self.row_axis)
         foot = 12 + max((_width(_clip(label)) for label in self.columns), default=0) + 16 * bool(self.column_axis)
         has_values = any(math.isfinite(value) for row in self.values for value in row)
         title = self.title if has_values else f"{self.title}: no values"
+        # The title is bold, which makes it about 15 % wider. It is broken into lines that suit a page.
+        bold = 1.15 * CHARACTER_WIDTH
+        lines = textwrap.wrap(title, int(max(width, MIN_WIDTH) / bold * len(title) / max(1.0, _length(title))))
+        top = 7 + 13 * max(1, len(lines))
         # A map of few columns is narrower than its texts.
         centre = max(left + width / 2, _width(self.column_axis) / 2 + 4)
-        # The title is bold, which makes it about 15 % wider.
-        right = max(left + width, left + 1.15 * _width(title), centre + _width(self.column_axis) / 2) + 8
-        bottom = 20 + height + foot
+        right = 8 + max(
+            left + width,
+            *(left + bold * _length(line) for line in lines),
+            centre + _width(self.column_axis) / 2,
+            left + (SCALE_WIDTH + 40 + _width(self.unit) if self.unit else 0),
+        )
+        bottom = top + height + foot
         parts = [
-            f'<svg viewBox="0 0 {right:.0f} {bottom:.0f}" width="{right:.0f}" role="img" '
-            'style="max-width:100%;height:auto;font:10px system-ui,sans-serif" '
+            f'<svg viewBox="0 0 {right:.0f} {bottom + 34 * bool(self.unit):.0f}" width="{right:.0f}" role="img" '
+            'font-size="10" font-family="system-ui,sans-serif" style="max-width:100%;height:auto" '
             f'aria-label="{html.escape(title)}">',
-            f'<text x="{left:.0f}" y="13" fill="currentColor" font-weight="600">{html.escape(title)}</text>',
-            *self._cells(left),
-            *self._labels(left),
+            *(
+                f'<text x="{left:.0f}" y="{13 + 13 * at}" fill="currentColor" font-weight="700">'
+                f"{html.escape(line)}</text>"
+                for at, line in enumerate(lines)
+            ),
+            *self._cells(left, top),
+            *self._labels(left, top),
+            *(self._scale(left, bottom + 6) if self.unit else ()),
         ]
         if self.row_axis:
-            middle = 20 + height / 2
+            middle = max(top + height / 2, top + _width(self.row_axis) / 2)
             parts.append(
                 f'<text x="10" y="{middle:.0f}" fill="currentColor" text-anchor="middle" '
                 f'transform="rotate(-90 10 {middle:.0f})">{html.escape(self.row_axis)}</text>'
@@ -300,18 +382,41 @@ class HeatMap:
             )
         return "".join([*parts, "</svg>"])
 
-    def _cells(self, left: float) -> list[str]:
-        finite = [abs(value) for row in self.values for value in row if math.isfinite(value)]
-        limit = self.limit or max(finite, default=1.0) or 1.0
-        width, height = self.cell
+    def _scale(self, left: float, top: float) -> list[str]:
+        """Draw the colours of values, their unit, and the colour of cells without a value if there are some."""
+        values, limit = [value for row in self.values for value in row], self._limit
+        lowest = -limit if min(values, default=0.0) < 0 else 0.0
+        step = SCALE_WIDTH / SCALE_STEPS
+        parts = [
+            f'<path stroke="{_color(lowest + (limit - lowest) * (at + 0.5) / SCALE_STEPS, limit)}" stroke-width="8" '
+            f'd="M{left + at * step:.1f} {top + 4:.1f}h{step:.1f}"/>'
+            for at in range(SCALE_STEPS)
+        ]
+        ticks = [lowest, (lowest + limit) / 2, limit]
+        texts = [f"{tick:.3g}".replace("-", "\N{MINUS SIGN}") for tick in ticks]
+        parts += [
+            f'<text x="{left + at * SCALE_WIDTH / 2:.1f}" y="{top + 19:.1f}" fill="currentColor" '
+            f'text-anchor="middle">{text}</text>'
+            for at, text in enumerate(texts)
+        ]
+        missing = "" if all(map(math.isfinite, values)) else "; grey: no value"
+        parts.append(
+            f'<text x="{left + SCALE_WIDTH + 8:.1f}" y="{top + 8:.1f}" fill="currentColor">'
+            f"{html.escape(self.unit)}{missing}</text>"
+        )
+        return parts
+
+    def _cells(self, left: float, top: float) -> list[str]:
+        limit = self._limit
+        width, height = self._size
         size = f'width="{width * len(self.columns):.1f}" height="{height * len(self.rows):.1f}"'
-        parts = [f'<rect x="{left:.1f}" y="20" {size} fill="#fff"/>']
+        parts = [f'<rect x="{left:.1f}" y="{top}" {size} fill="#fff"/>']
         for at, row in enumerate(self.values):
             for column, value in enumerate(row):
                 # Less than 1 % of the full colour cannot be seen.
                 if abs(value) < 0.01 * limit and not self.texts:
                     continue
-                x, y = left + column * width, 20 + at * height
+                x, y = left + column * width, top + at * height
                 title = "" if self.describe is None else f"<title>{html.escape(self.describe(at, column))}</title>"
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y:.1f}" width="{width - 0.5:.1f}" height="{height - 0.5:.1f}" '
@@ -326,21 +431,29 @@ class HeatMap:
                     )
         return parts
 
-    def _labels(self, left: float) -> list[str]:
-        width, height = self.cell
-        bottom = 20 + height * len(self.rows) + 8
+    def _labels(self, left: float, top: float) -> list[str]:
+        width, height = self._size
+        bottom = top + height * len(self.rows) + 8
+        # Labels that would overlap are omitted.
+        rows = range(0, len(self.rows), math.ceil(11 / height))
+        columns = range(0, len(self.columns), math.ceil(11 / width))
         parts = [
-            f'<text x="{left - 4:.1f}" y="{20 + (at + 0.5) * height + 3.5:.1f}" fill="currentColor" '
-            f'text-anchor="end">{html.escape(_clip(label))}</text>'
-            for at, label in enumerate(self.rows)
+            f'<text x="{left - 4:.1f}" y="{top + (at + 0.5) * height + 3.5:.1f}" fill="currentColor" '
+            f'text-anchor="end">{html.escape(_clip(self.rows[at]))}</text>'
+            for at in rows
         ]
-        for at, label in enumerate(self.columns):
+        for at in columns:
             x = left + (at + 0.5) * width + 3.5
             parts.append(
                 f'<text x="{x:.1f}" y="{bottom:.1f}" fill="currentColor" text-anchor="end" '
-                f'transform="rotate(-90 {x:.1f} {bottom:.1f})">{html.escape(_clip(label))}</text>'
+                f'transform="rotate(-90 {x:.1f} {bottom:.1f})">{html.escape(_clip(self.columns[at]))}</text>'
             )
         return parts
+
+
+def format_signed(value: float, digits: int) -> str:
+    """Format a value with a minus sign of the width of a digit; a value that is not known is empty."""
+    return f"{value:.{digits}f}".replace("-", "\N{MINUS SIGN}") if math.isfinite(value) else ""
 
 
 def _width(text: str) -> float:
@@ -351,7 +464,10 @@ def _width(text: str) -> float:
 def _length(text: str) -> float:
     """Return the length of a text in characters of average width."""
     # Chinese, Japanese and Korean characters and emoji are wide.
-    return sum(1.7 if unicodedata.east_asian_width(character) in "WF" else 1.0 for character in text)
+    return sum(
+        1.9 if unicodedata.east_asian_width(character) in "WF" else 1.2 if character.isupper() else 1.0
+        for character in text
+    )
 
 
 def _clip(text: str, most: float = 14) -> str:
@@ -369,26 +485,3 @@ def _color(value: float, limit: float) -> str:
     share = min(1.0, abs(value) / limit)
     start, end = SEQUENTIAL[0], SEQUENTIAL[1] if value >= 0 else NEGATIVE
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(start, end, strict=True))
-
-
-# Files
-
-
-def write_file(path: str | os.PathLike[str], content: bytes) -> Path:
-    """Write a file, and return its path. A leading ``~`` stands for the user's home folder.
-
-    Raises:
-        InvalidRequestError: the file cannot be written, for example because its folder does not exist.
-    """
-    target = Path(path).expanduser()
-    try:
-        target.write_bytes(content)
-    except FileNotFoundError as exc:
-        raise InvalidRequestError(
-            f"{target} cannot be written: there is no folder {str(target.parent)!r}; create it first", param="path"
-        ) from exc
-    except OSError as exc:
-        raise InvalidRequestError(
-            f"{target} cannot be written: {exc.strerror or exc}; use another path", param="path"
-        ) from exc
-    return target

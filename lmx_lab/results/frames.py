@@ -345,7 +345,7 @@ def _listed_row(at: int, value: Any) -> TableRow:
         is_dataclass(value) or isinstance(value, Iterable) or hasattr(value, "__getitem__")
     )
     # Without a text of its own, an object has that of its address.
-    has_text = type(value).__str__ is not object.__str__ or type(value).__repr__ is not object.__repr__
+    has_text = any(getattr(type(value), name) is not getattr(object, name) for name in ("__str__", "__repr__"))
     if not is_single or not has_text:
         raise InvalidRequestError(
             f"row {at} has the type {type(value).__name__}, and its values have no names of columns; pass the data "

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from lmx_lab.results.pages import Displayed
+
 T = TypeVar("T")
 DESCRIPTION_CHARACTERS = 80
 """Characters of a description that a table shows."""
@@ -56,7 +58,7 @@ def html_table(
     return f"<table>{above}{head}<tbody>{body}</tbody></table>"
 
 
-class RecordList(list[T]):
+class RecordList(Displayed, list[T]):
     """Records, displayed as a table with a column for each of the given fields."""
 
     notes: Sequence[str] = ()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lmx_lab.results.pages import Displayed
 from lmx_lab.values.engine import ModelState
 from lmx_lab.values.models import EngineName, Kind
 
@@ -69,7 +70,7 @@ class LargestContext:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LoadPlan:
+class LoadPlan(Displayed):
     """What a load would use in memory, and whether there is room for it: the result of ``plan``.
 
     The checks before a load compare the same numbers with the memory limit.

@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from benchmarks import curves, page
@@ -31,6 +32,7 @@ from lmx_lab.instrument.logit_lens import LogitLensTable
 from lmx_lab.instrument.patching import PatchSweep
 from lmx_lab.instrument.probes import LayerActivations, Probe, ProbeRun
 from lmx_lab.results import figures
+from lmx_lab.results.drawing import figure_of
 from lmx_lab.results.figures import HeatMap, LineChart, Series
 from lmx_lab.values.tracing import Trace
 from tests.support.samples import sample
@@ -118,16 +120,38 @@ class Html(Renderer):
         raise NotImplementedError
 
 
-def parse_svg(html: str) -> ElementTree.Element | None:
-    """Return the first SVG of a figure, also of an image; None if there is none."""
+def svg_of(html: str) -> str:
+    """Return the first SVG of a figure, also of an image, with its namespace; empty if there is none."""
     if image := re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html):
         html = base64.b64decode(image[1]).decode()
     found = re.search(r"<svg.*?</svg>", html, re.DOTALL)
     if not found:
-        return None
+        return ""
     # Only SVG outside of HTML needs the name.
-    named = found[0] if "xmlns=" in found[0] else found[0].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    return ElementTree.fromstring(named)
+    return found[0] if "xmlns=" in found[0] else found[0].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+
+
+def parse_svg(html: str) -> ElementTree.Element | None:
+    """Return the first SVG of a figure; None if there is none."""
+    return ElementTree.fromstring(svg) if (svg := svg_of(html)) else None
+
+
+def drawn_texts(drawn: Figure | str) -> list[tuple[str, Bbox]]:
+    """Return the texts of a figure with their boxes, without the labels of ticks that are outside of the axes. The
+    first box is that of the figure.
+    """
+    figure = figure_of(svg_of(drawn)) if isinstance(drawn, str) else drawn
+    pixels_of(figure)
+    hidden = set()
+    for axes in figure.axes:
+        for axis in axes.xaxis, axes.yaxis:
+            low, high = sorted(axis.get_view_interval())
+            margin = 1e-6 * (high - low)
+            ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+            hidden |= {tick.label1 for tick in ticks if not low - margin <= tick.get_loc() <= high + margin}
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_visible()]
+    shown = [text for text in texts if text.get_text().strip() and text not in hidden]
+    return [("", figure.bbox), *((text.get_text(), text.get_window_extent()) for text in shown)]
 
 
 def inner_text(element: ElementTree.Element) -> str:
@@ -206,6 +230,15 @@ class Cells(Html):
         places = [((box.left + box.right) / 2, (box.top + box.bottom) / 2) for box, _ in known]
         levels = [(255 - int(color[1:3], 16)) / (255 - figures.SEQUENTIAL[1][0]) for _, color in known]
         return Picture(page=page, area=area, places=places, ends=corners, levels=levels, texts=texts)
+
+
+class CellsWithValues(Cells):
+    name = "heat map with values"
+
+    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+        columns = [str(at) for at in range(len(values))]
+        drawn = HeatMap(title="Values", values=[values], rows=[name], columns=columns, row_axis="row", unit="unit")
+        return drawn.with_values().svg()
 
 
 def rectangle(element: ElementTree.Element) -> tuple[Box, str]:
@@ -309,8 +342,7 @@ def places_of(axes: Axes, points: Any) -> list[Place]:
 
 
 def texts_of(figure: Figure) -> list[str]:
-    texts = [text.get_text() for text in figure.findobj(Text) if text.get_visible()]
-    return [text.replace(r"\$", "$") for text in texts if text]
+    return [text.get_text() for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
 
 
 class Concurrency(Matplotlib):
@@ -365,9 +397,11 @@ class Calibration(Matplotlib):
                 answered=RowAnswer(logprobs=[math.log(probability), math.log(1 - probability)]),
             )
             for at, value in enumerate(values)
-            for probability in [0.05 + 0.1 * at]
+            for probability in [0.05 + 0.9 * at / len(values)]
         ]
-        return Evaluation(facts, rows).plot_calibration()
+        figure = Evaluation(facts, rows).plot_calibration()
+        assert figure is not None
+        return figure
 
 
 class Curves(Matplotlib):
@@ -386,6 +420,7 @@ RENDERERS: Sequence[Renderer] = (
     LineImage(),
     ProbeChart(),
     Cells(),
+    CellsWithValues(),
     Attention(),
     Patching(),
     Attribution(),

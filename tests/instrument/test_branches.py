@@ -157,9 +157,12 @@ def test_a_tree_is_walked_renamed_pruned_compared_and_exported(lab, tmp_path, mo
     assert [each["ids"] for each in document["branches"]] == [list(branch.ids) for branch in tree]
     for saver in (tree, tree.root.lens()):
         with pytest.raises(InvalidRequestError, match=f"no folder '{tmp_path}/missing'; create it first"):
-            saver.save(tmp_path / "missing" / "file")
+            saver.save(tmp_path / "missing" / "file.html")
+    (tmp_path / "folder.json").mkdir()
     with pytest.raises(InvalidRequestError, match="cannot be written: Is a directory; use another path"):
-        tree.save(tmp_path)
+        tree.save(tmp_path / "folder.json")
+    with pytest.raises(InvalidRequestError, match=r"AnswerTree can be saved as \.html, \.json"):
+        tree.save(tmp_path / "tree.png")
     for _ in range(1000 - len(tree)):
         tree.add(tree["shore"], 0, "Z", answer=second.answer)
     for add in (lambda: reply.branch(0, "Z"), lambda: tree.add(tree.root, 0, "Z", answer=second.answer)):

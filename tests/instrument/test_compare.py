@@ -70,7 +70,7 @@ def test_a_comparison_has_a_grid_frames_scores_and_a_page(lab, tmp_path):
     assert "&lt;b&gt;" in page
     assert "<ins>" in page
     assert "logprob/token" in page
-    assert "http" not in page
+    assert "://" not in page
     assert "4 of 4 answers" in repr(comparison)
     assert comparison.requests[0].replay().same
 

@@ -118,7 +118,7 @@ def test_requests_beyond_the_maximum_are_counted_and_omitted():
 
 def test_models_and_charts_are_those_of_the_panels():
     text = full_report()
-    assert re.findall(r"<h3>(.*?)</h3>", text) == [chart.title for chart in CHARTS]
+    assert re.findall(r"<title id=.*?>(.*?)</title>", text) == [chart.title for chart in CHARTS]
     assert rows(text, "Models") == [["tiny", "chat", "mlx", "mlx", "260 MB", "", "8,192", "", "loaded, 270 MB"]]
 
 

@@ -1,0 +1,165 @@
+"""Draw with matplotlib: figures that notebooks display, and SVG in other formats.
+
+pyplot is not used: it keeps each figure in memory until it is closed, and notebooks would display figures twice.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from lmx_lab.extras import optional_imports
+from lmx_lab.results.pages import html_of, page, save_as
+
+with optional_imports("a plot"):
+    import matplotlib as mpl
+    from matplotlib import font_manager
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Circle, Rectangle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.text import Text
+
+WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans JP", "Hiragino Sans", "PingFang SC", "Yu Gothic", "Microsoft YaHei")
+"""Fonts with Chinese and Japanese characters, which matplotlib's own font does not have."""
+PIXELS_PER_INCH = 96
+
+
+class NotebookFigure(Figure):
+    """A matplotlib figure that notebooks display without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        return write_figure(self, "png", dpi=110)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the figure as ``.html``, ``.svg``, ``.png`` or ``.pdf``, and return its path.
+
+        Raises:
+            InvalidRequestError: there is no such format, or the file cannot be written.
+        """
+        pictures = {f".{kind}": partial(write_figure, self, kind) for kind in ("svg", "png", "pdf")}
+        return save_as(path, self, {".html": lambda: page("Figure", html_of(self)).encode(), **pictures})
+
+
+def write_figure(figure: Figure, kind: str, dpi: int = 300) -> bytes:
+    """Return the content of a file. In a PDF, texts can be selected and edited."""
+    content = io.BytesIO()
+    with mpl.rc_context({"pdf.fonttype": 42}):
+        figure.savefig(content, format=kind, dpi=dpi)
+    return content.getvalue()
+
+
+def fonts(scale: float = 1.0) -> AbstractContextManager[None]:
+    """Return a context in which new texts also have the installed fonts with wide characters.
+
+    Args:
+        scale: The size of texts, compared with those of 10 points; at least 6 points are used.
+    """
+    installed = set(font_manager.get_font_names())
+    families = [*mpl.rcParams["font.family"], *(name for name in WIDE_FONTS if name in installed)]
+    return mpl.rc_context({"font.family": families, "font.size": max(6.0, 10.0 * min(1.0, scale))})
+
+
+def fit(text: Text, pixels: float) -> None:
+    """Break a text into lines that are not longer than a number of pixels."""
+    lines = text.get_text().split("\n")
+    for characters in range(max(map(len, lines), default=0), 7, -1):
+        text.set_text("\n".join(textwrap.fill(line, characters) for line in lines))
+        box = text.get_window_extent()
+        if (box.height if text.get_rotation() == 90 else box.width) <= pixels:
+            return
+
+
+def figure_of(svg: str) -> NotebookFigure:
+    """Draw an SVG that consists of the elements and attributes that the pictures of this package have."""
+    root = ElementTree.fromstring(svg)
+    _, _, width, height = map(float, root.get("viewBox", "").split())
+    figure = NotebookFigure(figsize=(width / PIXELS_PER_INCH, height / PIXELS_PER_INCH))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    with fonts():
+        for element in root.iter():
+            _draw_element(axes, element, font_px=float(root.get("font-size", "12")))
+    return figure
+
+
+def _draw_element(axes: Axes, element: ElementTree.Element, *, font_px: float) -> None:
+    def numbers(*names: str) -> list[float]:
+        return [float(element.get(name, "0")) for name in names]
+
+    points: Sequence[Sequence[float]] = ()
+    match element.tag.rpartition("}")[2]:
+        case "rect":
+            x, y, width, height = numbers("x", "y", "width", "height")
+            axes.add_patch(Rectangle((x, y), width, height, facecolor=_color(element, "fill"), linewidth=0))
+        case "circle":
+            x, y, radius = numbers("cx", "cy", "r")
+            axes.add_patch(Circle((x, y), radius, facecolor=_color(element, "fill"), linewidth=0))
+        case "text":
+            x, y = numbers("x", "y")
+            align: dict[str, Any] = {"start": "left", "middle": "center", "end": "right"}
+            turned = "rotate" in element.get("transform", "")
+            axes.text(
+                x,
+                y,
+                element.text or "",
+                fontsize=font_px * 72 / PIXELS_PER_INCH,
+                fontweight=int(element.get("font-weight", "400")),
+                color=_color(element, "fill"),
+                horizontalalignment=align[element.get("text-anchor", "start")],
+                verticalalignment="baseline",
+                rotation=90 if turned else 0,
+                rotation_mode="anchor",
+                # Two dollar signs would be a formula.
+                parse_math=False,
+            )
+        case "line":
+            x1, y1, x2, y2 = numbers("x1", "y1", "x2", "y2")
+            points = ((x1, y1), (x2, y2))
+        case "polyline":
+            points = [[float(value) for value in pair.split(",")] for pair in element.get("points", "").split()]
+        case "path":
+            points = _points_of(element.get("d", ""))
+    if points:
+        dashes = [float(value) for value in element.get("stroke-dasharray", "").split()]
+        axes.plot(
+            *zip(*points, strict=True),
+            color=_color(element, "stroke"),
+            linewidth=(stroke := float(element.get("stroke-width", "1"))) * 72 / PIXELS_PER_INCH,
+            linestyle=(0, [length / stroke for length in dashes]) if dashes else "-",
+            solid_capstyle="round" if element.get("stroke-linecap") == "round" else "butt",
+        )
+
+
+def _points_of(path: str) -> list[tuple[float, float]]:
+    """Return the points of a path; a point of NaN separates two lines."""
+    points = list[tuple[float, float]]()
+    for command, first, second in re.findall(r"([MLHhv])([-\d.]+)(?: ([-\d.]+))?", path):
+        x, y = points[-1] if points else (0.0, 0.0)
+        match command:
+            case "M":
+                points += [(float("nan"), float("nan")), (float(first), float(second))]
+            case "L":
+                points.append((float(first), float(second)))
+            case "H":
+                points.append((float(first), y))
+            case "h":
+                points.append((x + float(first), y))
+            case "v":
+                points.append((x, y + float(first)))
+    return points
+
+
+def _color(element: ElementTree.Element, name: str) -> str:
+    color = element.get(name, "#000")
+    return "#111" if color == "currentColor" else color
