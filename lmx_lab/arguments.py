@@ -11,6 +11,7 @@ from pydantic import BaseModel, PydanticUserError
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.completions import CompletionRequest, shape_of
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.rerank import RerankBody
@@ -49,6 +50,23 @@ def _schema_format(response_format: Any) -> Any:
     return {"type": "json_schema", "json_schema": {"name": name[:256], "schema": schema}}
 
 
+def _tools(tools: Any) -> Any:
+    """Replace Python functions by tools with their name, docstring and the JSON schema of their parameters."""
+    converted = _to_python(tools)
+    if not isinstance(converted, list) or not any(map(callable, converted)):
+        return converted
+    # Imported here, because reading docstrings takes a package that most programs do not need.
+    from lmx_lab.wire.function_schema import function_schema
+
+    def of_function(function: Any) -> dict[str, Any]:
+        schema = function_schema(function)
+        name = getattr(function, "__name__", type(function).__name__)
+        described = {"name": name, "description": schema.description, "parameters": schema.parameters}
+        return {"type": "function", "function": described}
+
+    return [of_function(tool) if callable(tool) else tool for tool in converted]
+
+
 def _steer_items(steer: Any) -> Any:
     """Return vectors as items of the request field; a single vector is a list of one."""
     if steer is None:
@@ -70,7 +88,7 @@ def _steer_items(steer: Any) -> Any:
 
 CONVERSIONS = {
     "stop": _to_python,
-    "tools": _to_python,
+    "tools": _tools,
     "logprobs": _to_python,
     "logprob_tokens": _to_python,
     "logit_bias": _bias_with_text_keys,
@@ -121,6 +139,23 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
         raise InvalidRequestError(
             "n is not available here, because a reply has one text; use OpenAI(**lab.openai)", param="n"
         )
+    return request
+
+
+def completion_request(prompt: str | Sequence[int], parameters: Mapping[str, Any]) -> CompletionRequest:
+    """Return the request for the continuation of a plain text or of token ids.
+
+    Raises:
+        InvalidRequestError: an argument is invalid.
+    """
+    fields = {name: CONVERSIONS[name](value) if name in CONVERSIONS else value for name, value in parameters.items()}
+    request = validated(CompletionRequest, {"model": ANY_MODEL, "prompt": _to_python(prompt), **fields})
+    if (request.n or 1) > 1 or shape_of(request.prompt) not in ("str", "list[int]"):
+        raise InvalidRequestError(
+            "complete() continues one prompt once; use OpenAI(**lab.openai).completions for several", param="prompt"
+        )
+    if request.stream:
+        raise InvalidRequestError("complete() does not stream; leave stream out", param="stream")
     return request
 
 

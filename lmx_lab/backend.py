@@ -47,6 +47,7 @@ from lmx_lab.wire.admin import (
     TraceBody,
 )
 from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import Timings, Usage
 from lmx_lab.wire.rerank import RerankBody
@@ -405,6 +406,9 @@ class Backend(Protocol):
             batch: See ``Record.batch``.
             internal: Whether it is a step of other work, and neither recorded nor shown as a request of the notebook.
         """
+
+    async def complete(self, request: CompletionRequest) -> FinishedAnswer:
+        """Continue one plain text, without a chat template, and return the complete answer."""
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         """Return one row for each text."""

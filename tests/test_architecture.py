@@ -51,7 +51,8 @@ TABLE = {
     # Running a coroutine for a blocking caller; knows no servers.
     "portal": Row("errors"),
     "blocking": Row("errors portal"),
-    "wire": Row("errors values", "pydantic"),
+    # docstring_parser: the descriptions of functions that are tools.
+    "wire": Row("errors values", "pydantic pydantic_core docstring_parser"),
     # What server and daemon share: the two never import each other.
     "http": Row("errors heap sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
     "weights": Row("errors values settings", "huggingface_hub filelock tokenizers mlx"),
@@ -74,7 +75,7 @@ TABLE = {
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
     "daemon": Row(
         "errors settings values broadcast http portal results sanitize wire client",
-        "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil docstring_parser",
+        "fastapi starlette pydantic pydantic_core mcp httpx2 anyio psutil",
     ),
     # The protocol of a lab's server; neither the notebook nor the panels define it, because both use it.
     "backend": Row("blocking values wire"),

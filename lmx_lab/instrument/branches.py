@@ -286,7 +286,8 @@ class Branch(CanBranch):
 class HasTokens(CanBranch):
     """An object with an answer: the probabilities of its tokens, and branches that are generated from it."""
 
-    _backend: Backend | None
+    _backend: Backend | None = None
+    """The lab that can score the answer."""
 
     @property
     @abstractmethod

@@ -113,7 +113,9 @@ class LabDaemon(Daemon):
                 or the id contains.
         """
         page = self.client.sessions(**options)
-        table = SessionTable(page.sessions, ("session_id", "title", "model", "status", "created_at", "updated_at"))
+        table = SessionTable(
+            page.sessions, SessionRecord, ("session_id", "title", "model", "status", "created_at", "updated_at")
+        )
         table.next_cursor = page.next_cursor
         if page.next_cursor is not None:
             table.notes = [f"more sessions: lab.daemon.sessions(cursor={page.next_cursor!r})"]
@@ -130,14 +132,14 @@ class LabDaemon(Daemon):
         async def listed() -> list[ToolRecord]:
             return self.services.toolbox.list_tools()
 
-        return RecordList(self.run(listed()), ("name", "description", "permission", "read_only"))
+        return RecordList(self.run(listed()), ToolRecord, ("name", "description", "permission", "read_only"))
 
     # MCP servers
 
     def mcp_servers(self) -> RecordList[McpServerRecord]:
         """List the MCP servers with their states."""
         columns = ("name", "state", "tools", "permission", "command", "args", "url", "error")
-        return RecordList(self.client.mcp_servers(), columns)
+        return RecordList(self.client.mcp_servers(), McpServerRecord, columns)
 
     def add_mcp_server(
         self, name: str, command: Sequence[str] = (), *, wait: bool = False, **fields: Any

@@ -29,6 +29,7 @@ from lmx_lab.extras import optional_imports
 from lmx_lab.instrument import attention, attribution, branches, compare, logit_lens, patching, probes, timeline, traces
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook import loading, reply, results
+from lmx_lab.notebook.reply import PendingStream
 from lmx_lab.notebook.report import Snapshot, report_html, take_snapshot, write_report
 from lmx_lab.notebook.results import RerankResult
 from lmx_lab.panels.workbench import Workbench
@@ -54,15 +55,17 @@ CLOSED = Closed()
 P = ParamSpec("P")
 T = TypeVar("T")
 NAMES = {
-    "models": ("load", "unload", "keep", "models", "plan"),
-    "ask": ("chat", "embed", "rerank"),
+    "models": ("load", "unload", "keep", "model", "models", "plan"),
+    "ask": ("chat", "complete", "tokenize", "embed", "rerank"),
     "tables": ("map", "embed_frame", "search", "evaluate", "experiments", "compare", "bench"),
     "look inside": (
         *("requests", "explore", "timeline", "hooks", "trace", "logit_lens", "attention"),
         *("direct_logit_attribution", "patch", "steering_vector", "probe"),
     ),
     "show": ("panel", "metrics", "snapshot", "report", "clients", "stop_request"),
-    "connect": (*("url", "lan_url", "proxy_url", "openai", "settings", "daemon", "start_daemon", "running", "stop"),),
+    "connect": (
+        *("url", "lan_url", "proxy_url", "openai", "settings", "daemon", "start_daemon", "running", "status", "stop"),
+    ),
 }
 """The names that completion offers, without their awaitable forms. Others are for programs and this package."""
 
@@ -77,14 +80,14 @@ def of_backend(
 class Lab:
     """An inference server, in this process or another one, with methods to load models and to send requests.
 
-    - models: ``load``, ``unload``, ``keep``, ``models``, ``plan``
-    - ask: ``chat``, ``embed``, ``rerank``
+    - models: ``load``, ``unload``, ``keep``, ``model``, ``models``, ``plan``
+    - ask: ``chat``, ``complete``, ``tokenize``, ``embed``, ``rerank``
     - tables: ``map``, ``embed_frame``, ``search``, ``evaluate``, ``experiments``, ``compare``, ``bench``
     - look inside: ``requests``, ``explore``, ``timeline``, ``hooks``, ``trace``, ``logit_lens``, ``attention``,
       ``direct_logit_attribution``, ``patch``, ``steering_vector``, ``probe``
     - show: ``panel``, ``metrics``, ``snapshot``, ``report``, ``clients``, ``stop_request``
     - connect: ``url``, ``lan_url``, ``proxy_url``, ``openai``, ``settings``, ``daemon``, ``start_daemon``, ``running``,
-      ``stop``
+      ``status``, ``stop``
 
     ``launch()`` and ``attach()`` return a lab, and ``stop()`` ends it. Every blocking method that uses the server has
     an awaitable form, whose name begins with ``a``: ``chat`` and ``achat``. Programs with their own event loop
@@ -187,7 +190,17 @@ class Lab:
         """Whether the server accepts requests or, if it runs in another process, whether the connection is open."""
         return self._server.running
 
+    @property
+    def status(self) -> dict[str, str]:
+        """What the lab displays about itself, by name: its address, model, engine and so on."""
+        return self._server.facts()
+
     # Models
+
+    @property
+    def model(self) -> str | None:
+        """The id of the model that was loaded last; None if no model is loaded."""
+        return self.backend.state().model
 
     load, aload = of_backend(loading.load)
     unload, aunload = of_backend(loading.unload)
@@ -211,7 +224,15 @@ class Lab:
     # Ask
 
     achat = of_backend(reply.ask)[1]
-    astream = of_backend(reply.stream)[1]
+    complete, acomplete = of_backend(reply.complete)
+    tokenize, atokenize = of_backend(reply.tokenize)
+
+    def astream(self, prompt: Prompt, **parameters: Any) -> PendingStream:
+        """Stream a reply: ``async for piece in lab.astream("…")``, or ``stream = await lab.astream("…")``.
+
+        The parameters and errors are those of ``chat``; errors are raised when the answer is started.
+        """
+        return PendingStream(reply.stream(self.backend, prompt, **parameters))
 
     @overload
     def chat(self, prompt: Prompt, *, stream: Literal[False] = False, **parameters: Any) -> Reply: ...
@@ -226,11 +247,11 @@ class Lab:
         Args:
             parameters: ``system``, the system prompt, and the parameters of the chat format: ``temperature``,
                 ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``, ``seed``, penalties, ``logit_bias``,
-                ``ignore_eos``, ``tools``, ``tool_choice``, ``reasoning_effort``, ``logprobs``, which may be the number
-                of alternatives, ``logprob_tokens``, tokens to report whatever their rank, ``steer``, a list of
-                ``Steer``, ``share_prefix``, whether all callers may continue the cached prompt, and
-                ``response_format``, which may be the class of a pydantic model. ``n`` is not supported, because a
-                reply has one text.
+                ``ignore_eos``, ``tools``, which may be Python functions, ``tool_choice``, ``reasoning_effort``,
+                ``logprobs``, which may be the number of alternatives, ``logprob_tokens``, tokens to report whatever
+                their rank, ``steer``, a list of ``Steer``, ``share_prefix``, whether all callers may continue the
+                cached prompt, and ``response_format``, which may be the class of a pydantic model. ``n`` is not
+                supported, because a reply has one text.
 
         Raises:
             NotLoadedError: no model is loaded.
@@ -436,11 +457,10 @@ class Lab:
         return write_report(path, text)
 
     def __repr__(self) -> str:
-        return "\n".join(f"{name}: {value}" for name, value in self._server.facts().items())
+        return "\n".join(f"{name}: {value}" for name, value in self.status.items())
 
     def _repr_html_(self) -> str:
-        facts = self._server.facts().items()
-        rows = ((name, Html(f"<code>{html.escape(value)}</code>")) for name, value in facts)
+        rows = ((name, Html(f"<code>{html.escape(value)}</code>")) for name, value in self.status.items())
         shown = html_table((), rows, row_names=True)
         if code := self.backend.state().phone_code:
             image = f"<img alt='QR code of the LAN address' src='{html.escape(code)}' width='180' height='180'>"

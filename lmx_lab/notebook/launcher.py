@@ -251,8 +251,7 @@ def _replace(
 
 def _reserve_port(settings: Settings, old: Lab | None, *, explicit: bool) -> socket.socket | None:
     """Return a listening socket for a new lab; None if it takes over the port of the old lab."""
-    any_port = not explicit or settings.port == 0
-    if old is None or not (settings.port == old.server.port or (any_port and settings.port == old.settings.port)):
+    if old is None or (explicit and settings.port not in (0, old.server.port)):
         return bind(settings.host, settings.port, explicit=explicit)
     bind(settings.host, 0, explicit=True).close()
     if explicit and settings.port != 0 and not is_lan(old.settings.host):

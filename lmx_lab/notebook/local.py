@@ -37,7 +37,7 @@ from lmx_lab.server.events import sample
 from lmx_lab.server.recording import request_to_json
 from lmx_lab.server.rerank import rerank_request
 from lmx_lab.server.tracing import trace_request
-from lmx_lab.server.translate import generation_request, timings, usage
+from lmx_lab.server.translate import completion_requests, generation_request, timings, usage
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.engine import EngineSnapshot
@@ -72,6 +72,7 @@ from lmx_lab.wire.admin import (
     TraceBody,
 )
 from lmx_lab.wire.chat import ChatRequest
+from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 
@@ -507,6 +508,11 @@ class LocalBackend:
         caller = Caller(local=True, own=own, internal=internal, request_id=request_id, batch=batch)
         (answer,) = await self._services.inference.submit(replace(generation_request(request), caller=caller))
         return _running(answer)
+
+    async def complete(self, request: CompletionRequest) -> FinishedAnswer:
+        (wanted,) = completion_requests(request)
+        (answer,) = await self._services.inference.submit(replace(wanted, caller=Caller(local=True, own=True)))
+        return await _running(answer).read()
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         vectors = (await self._services.inference.embed(embedding_request(body, Caller(local=True)))).vectors

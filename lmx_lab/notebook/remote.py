@@ -59,6 +59,7 @@ from lmx_lab.wire.tokens import TokenizeRequest
 T = TypeVar("T")
 NEEDS_OWN_SERVER = "an attached lab cannot continue answers from their tokens; use a lab that launch() started"
 STORAGE_OF_SERVER = "an attached lab does not show what its server stores; run lmx-lab storage where the server runs"
+NO_COST = "{url} did not report the cost of its answer, unlike an LMX Lab server; check the address"
 CLOSE_S = 2.0
 """Maximum time to close a connection."""
 _PANEL_CONNECTIONS: dict[str, RemoteServer] = {}
@@ -142,9 +143,7 @@ class RemoteAnswer:
         """
         last = self._last
         if last is None or last.usage is None or self._timings is None or self._finish_reason is None:
-            raise UnreachableError(
-                f"{self._url} did not report the cost of its answer, unlike an LMX Lab server; check the address"
-            )
+            raise UnreachableError(NO_COST.format(url=self._url))
         return FinishedAnswer.of(
             text,
             model=last.model,
@@ -328,6 +327,20 @@ class RemoteBackend:
         answer = RemoteAnswer(self._client, request, self.portal)
         await answer.start()
         return RunningAnswer(answer, answer.finish)
+
+    async def complete(self, request: CompletionRequest) -> FinishedAnswer:
+        completion = await self.portal.call(self._client.complete(request))
+        (choice,), usage, timings = completion.choices, completion.usage, completion.timings
+        if usage is None or timings is None or choice.finish_reason is None:
+            raise UnreachableError(NO_COST.format(url=self._client.url))
+        return FinishedAnswer.of(
+            Delta(text=choice.text, tokens=0),
+            model=completion.model,
+            finish_reason=choice.finish_reason,
+            usage=usage,
+            timings=timings,
+            ttft_s=timings.prompt_ms / 1000,
+        )
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         answer = await self.portal.call(self._client.embed(body.model_copy(update={"encoding_format": "base64"})))

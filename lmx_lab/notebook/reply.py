@@ -6,15 +6,15 @@ import html
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
 
 from pydantic import BaseModel
 
-from lmx_lab.arguments import Prompt, chat_request
+from lmx_lab.arguments import Prompt, chat_request, completion_request
 from lmx_lab.backend import Backend, FinishedAnswer, RunningAnswer, TokenAnswer
 from lmx_lab.blocking import END, End, Stream, on_loop
 from lmx_lab.instrument.branches import HasTokens
@@ -76,8 +76,6 @@ class Reply(Displayed, FinishedAnswer, HasTokens):
 
     shape: JsonShape = None
     """The expected content of the text."""
-    _backend: Backend | None = field(default=None, repr=False, compare=False)
-    """The lab that can score the answer."""
 
     @classmethod
     def of_answer(cls, answer: FinishedAnswer, shape: JsonShape = None, *, backend: Backend | None = None) -> Self:
@@ -86,11 +84,30 @@ class Reply(Displayed, FinishedAnswer, HasTokens):
         Args:
             backend: The lab that can score the answer.
         """
-        return cls(**vars(answer), shape=shape, _backend=backend)
+        reply = cls(**vars(answer), shape=shape)
+        # Not a field: ``dataclasses.asdict`` and tables copy the values of all fields.
+        object.__setattr__(reply, "_backend", backend)
+        return reply
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process cannot use the lab.
-        return {name: value for name, value in self.__dict__.items() if name != "_tree"} | {"_backend": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_tree", "_backend")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer and its cost as a flat dictionary of JSON values, such as a row of a table."""
+        return {
+            "text": self.text,
+            "reasoning": self.reasoning,
+            "tool_calls": [{"id": it.id, "name": it.name, "arguments": it.arguments} for it in self.tool_calls],
+            "model": self.model,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.usage.prompt_tokens,
+            "cached_tokens": self.usage.prompt_tokens_details.cached_tokens,
+            "output_tokens": self.usage.completion_tokens,
+            "ttft_s": self.ttft_s,
+            "tokens_per_second": self.tokens_per_second,
+            "request_id": self.request_id,
+        }
 
     @property
     def _tokens(self) -> TokenAnswer:
@@ -190,8 +207,44 @@ async def ask(backend: Backend, /, prompt: Prompt, **parameters: Any) -> Reply:
     return await on_loop(backend.portal, read())
 
 
+async def complete(backend: Backend, /, prompt: str | Sequence[int], **parameters: Any) -> Reply:
+    """Continue a text as it is, without a chat template, and return the complete reply.
+
+    Args:
+        prompt: A text, or token ids.
+        parameters: Those of ``POST /v1/completions``: ``max_tokens`` (16 by default), ``temperature``, ``stop``,
+            ``seed``, ``logprobs``, ``echo``, ``suffix`` and so on. Several prompts and ``n`` are not supported.
+
+    Raises:
+        NotLoadedError: no model is loaded.
+        ContextLengthError: the prompt is too long.
+        InvalidRequestError: a parameter does not exist or is out of range.
+    """
+    request = completion_request(prompt, parameters)
+
+    async def read() -> Reply:
+        return Reply.of_answer(await backend.complete(request), backend=backend)
+
+    return await on_loop(backend.portal, read())
+
+
+async def tokenize(backend: Backend, /, prompt: Prompt, *, special: bool = False, **parameters: Any) -> list[int]:
+    """Return the token ids of a text, or of messages as the model reads them.
+
+    Args:
+        special: Whether to include special tokens that the tokenizer adds to each text.
+        parameters: For messages: ``tools``, ``system`` and other parameters of ``chat`` that change the prompt.
+
+    Raises:
+        NotLoadedError: no model is loaded.
+        InvalidRequestError: a parameter does not exist or is out of range.
+    """
+    wanted = prompt if isinstance(prompt, str) and not parameters else chat_request(prompt, parameters)
+    return list(await on_loop(backend.portal, backend.encode(wanted, special=special)))
+
+
 async def stream(backend: Backend, /, prompt: Prompt, **parameters: Any) -> ReplyStream:
-    """Stream a reply: ``async for piece in await lab.astream("…")``. The parameters are those of ``chat``."""
+    """Stream a reply. The parameters are those of ``chat``."""
     running = await on_loop(backend.portal, backend.generate(chat_request(prompt, parameters)))
     return ReplyStream(running, backend, json_shape(parameters.get("response_format")))
 
@@ -261,11 +314,11 @@ class _Pieces(Stream[str]):
     """
 
     def __init__(self, stream: ReplyStream, *, with_empty: bool = False) -> None:
-        self._stream = stream
+        self.stream = stream
         self._with_empty = with_empty
 
     async def _next(self) -> str | End:
-        stream, running = self._stream, self._stream._running
+        stream, running = self.stream, self.stream._running
         while not running.has_ended and (delta := await on_loop(stream._backend.portal, running.next())) is not None:
             if delta.text or self._with_empty:
                 return delta.text
@@ -274,7 +327,36 @@ class _Pieces(Stream[str]):
         return END
 
     def close(self) -> None:
-        self._stream.close()
+        self.stream.close()
+
+
+class PendingStream(Stream[str]):
+    """An answer that has not started: ``async for`` starts it and yields its text, and ``await`` starts it and returns
+    its ``ReplyStream``.
+    """
+
+    def __init__(self, starting: Coroutine[Any, Any, ReplyStream]) -> None:
+        self._starting = starting
+        self._pieces: _Pieces | None = None
+
+    def __await__(self) -> Generator[Any, Any, ReplyStream]:
+        return self._starting.__await__()
+
+    @property
+    def reply(self) -> Reply | None:
+        """The reply, once an iteration has reached the end."""
+        return None if self._pieces is None else self._pieces.stream.reply
+
+    def __repr__(self) -> str:
+        return "<PendingStream: iterate over it with `async for`, or await it>"
+
+    async def _next(self) -> str | End:
+        if self._pieces is None:
+            self._pieces = _Pieces(await self._starting)
+        return await self._pieces._next()
+
+    def close(self) -> None:
+        self._starting.close() if self._pieces is None else self._pieces.close()
 
 
 class LiveText:

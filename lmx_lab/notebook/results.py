@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,7 @@ class ModelList(RecordList[ModelRecord]):
     def __init__(self, found: ModelRecords) -> None:
         # ``main`` is shown if it has several candidates.
         has_choice = sum(record.loaded and not record.pinned for record in found.models) > 1
-        super().__init__(found.models, [name for name in SHOWN_FIELDS if name != "main" or has_choice])
+        super().__init__(found.models, ModelRecord, [name for name in SHOWN_FIELDS if name != "main" or has_choice])
         problems = dict.fromkeys(record.problem for record in found.models if record.problem)
         warnings = [f"{record.id}: {record.warning}" for record in found.models if record.warning]
         # The faster engine, why some models cannot be loaded, and what is wrong with others.
@@ -130,33 +130,18 @@ class ModelList(RecordList[ModelRecord]):
         return str(record.unloading) if is_unloading else super().cell(record, name)
 
 
-CLIENT_FIELDS = tuple(RunningRequest.model_fields)
-
-
-class ClientList(list[RunningRequest]):
+class ClientList(RecordList[RunningRequest]):
     """The requests that wait or run, displayed as a table."""
 
-    @property
-    def df(self) -> pd.DataFrame:
-        """The requests as a pandas data frame.
+    nothing = "no request waits or runs"
 
-        Raises:
-            MissingPackageError: pandas is not installed.
-        """
-        return make_table([each.model_dump() for each in self], dtypes_of(RunningRequest))
+    def __init__(self, found: Iterable[RunningRequest]) -> None:
+        super().__init__(found, RunningRequest)
 
-    @property
-    def _rows(self) -> list[tuple[str, ...]]:
-        shown = [
-            {**dict(each), "client": each.client or "this notebook", "age_s": f"{each.age_s:.1f}"} for each in self
-        ]
-        return [tuple(map(str, each.values())) for each in shown]
-
-    def __repr__(self) -> str:
-        return "\n".join(align_columns([CLIENT_FIELDS, *self._rows])) if self else "no request waits or runs"
-
-    def _repr_html_(self) -> str:
-        return html_table(CLIENT_FIELDS, self._rows) if self else repr(self)
+    def cell(self, record: RunningRequest, name: str) -> str:
+        if name == "age_s":
+            return f"{record.age_s:.1f}"
+        return (name == "client" and not record.client and "this notebook") or super().cell(record, name)
 
 
 # Methods of a lab

@@ -6,9 +6,12 @@ import html
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmx_lab.results.pages import Displayed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 T = TypeVar("T")
 DESCRIPTION_CHARACTERS = 80
@@ -59,14 +62,23 @@ def html_table(
 
 
 class RecordList(Displayed, list[T]):
-    """Records, displayed as a table with a column for each of the given fields."""
+    """Records, displayed as a table with a column for each of the given fields.
+
+    Args:
+        shape: The class of the records, a pydantic model.
+        columns: The fields that the table shows; by default all.
+    """
 
     notes: Sequence[str] = ()
     """Lines below the table."""
+    nothing = ""
+    """Displayed instead of an empty table."""
 
-    def __init__(self, records: Iterable[T], columns: Sequence[str]) -> None:
+    def __init__(self, records: Iterable[T], shape: type[T], columns: Sequence[str] = ()) -> None:
         super().__init__(records)
-        self.columns = columns
+        self.shape = shape
+        fields: Any = shape
+        self.columns = columns or tuple(fields.model_fields)
 
     def cell(self, record: T, name: str) -> str:
         """Return what the table shows of a field."""
@@ -78,12 +90,29 @@ class RecordList(Displayed, list[T]):
         return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
 
     @property
+    def df(self) -> pd.DataFrame:
+        """The records as a pandas data frame, with a column for each field.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        # Imported here, because NumPy is imported only for tables.
+        from lmx_lab.results.frames import dtypes_of, make_table
+
+        rows: list[Any] = list(self)
+        return make_table([row.model_dump() for row in rows], dtypes_of(self.shape))
+
+    @property
     def _rows(self) -> list[list[str]]:
         return [[self.cell(record, name) for name in self.columns] for record in self]
 
     def __repr__(self) -> str:
+        if self.nothing and not self:
+            return self.nothing
         return "\n".join([*align_columns([self.columns, *self._rows]), *self.notes])
 
     def _repr_html_(self) -> str:
+        if self.nothing and not self:
+            return self.nothing
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
         return f"{html_table(self.columns, self._rows)}{notes}"

@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from lmx_lab.daemon.tools.function_schema import ArgumentsError, FunctionSchema, function_schema
 from lmx_lab.daemon.tools.tool import SEPARATOR, ToolResult
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.sanitize import finite
+from lmx_lab.wire.function_schema import ArgumentsError, FunctionSchema, function_schema
 from lmx_lab.wire.mcp import Permission, ToolRecord
 
 THREADS = 8

@@ -437,7 +437,7 @@ class ResponseStore:
         if response_id not in self._responses:
             raise NotFoundError(
                 f"no stored response has the id {response_id[:80]!r:.80}; the {self._limit:,} most recently used "
-                f"responses are kept, up to {self._limit_bytes >> 20} MiB, unless they were created with store: false"
+                f"responses are kept, up to {self._limit_bytes / 1e6:.0f} MB, unless created with store: false"
             )
         self._responses.move_to_end(response_id)
         return self._responses[response_id]
