@@ -30,7 +30,8 @@ LABELS = {
 MAX_LINES = 20
 PADDING_INCHES = 0.1
 UNKNOWN = "not known"
-ADDRESS = re.compile(r"https?://.*|[\w.\-\[\]:]+:\d+(/.*)?|[\w-]+(\.[\w-]+)+/.*")
+ADDRESS = re.compile(r"^(https?://.*|[\w.\-\[\]:]+:\d+(/.*)?|[\w-]+(\.[\w-]+)+/.*)$")
+FOLDER = re.compile(r".*/(?=.)")
 VERSION = re.compile(r"[ -][a-z]?\d[^,]*")
 """The version of an engine, such as that of ``lmx-lab 0.9.0, llama.cpp-0.2.14``."""
 
@@ -195,48 +196,38 @@ def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
             f"the plot would have {len(groups)} lines; the limit is {MAX_LINES}, so choose rows by "
             f"{' or '.join(differing)}"
         )
-    return dict(zip(_names(differing, [key for key, _ in groups]), (group for _, group in groups), strict=True))
+    lines: dict[str, pd.DataFrame] = {}
+    for name, (_, group) in zip(_names(differing, [key for key, _ in groups]), groups, strict=True):
+        # Values that are not known may make names equal.
+        lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
+    return lines
 
 
 def _names(columns: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[str]:
-    """Return a different name for each line: the name of its target and what a reader compares. Other values, such as
-    an address, are added only to lines whose names would be equal.
+    """Return a name for each line: the name of its target and what a reader compares. Other values, such as addresses,
+    are added one after the other while names are equal.
     """
-    by_column = dict(zip(columns, map(list, zip(*keys, strict=True)), strict=True))
-    for column, shorten in (("engine", VERSION), ("model", re.compile(r".*/(?=.)"))):
-        values = by_column.get(column, [])
-        short = [shorten.sub("", value) if isinstance(value, str) else value for value in values]
-        # Otherwise, only the versions or the folders differ.
-        if len(set(short)) == len(set(values)):
-            by_column[column] = short
-    targets = by_column.get("target", [])
-    # The sides of a comparison of engines have the names of their engines.
-    compared = {"target", "model", *CASE} | (set() if set(targets) <= set(get_args(EngineChoice)) else {"engine"})
-    later = [name for name in columns if name not in compared]
-    shown = [
-        {name for name in columns if name in compared and not (name == "target" and _is_address(values[at]))}
-        for at in range(len(keys))
-        for values in [targets or [""] * len(keys)]
-    ]
-
-    def named(at: int) -> str:
-        kept = [name for name in columns if name in shown[at]]
-        return " · ".join(_parts(kept, [by_column[name][at] for name in kept]))
-
-    for added in ("target", *later):
-        names = [named(at) for at in range(len(keys))]
-        for at, name in enumerate(names):
-            if added in columns and (not name or names.count(name) > 1):
-                shown[at].add(added)
-    result = list[str]()
-    for at in range(len(keys)):
-        name = named(at) or UNKNOWN
-        result.append(name if name not in result else f"{name} ({at + 1})")
-    return result
-
-
-def _is_address(target: Any) -> bool:
-    return isinstance(target, str) and ADDRESS.fullmatch(target) is not None
+    known = dict(zip(columns, map(list, zip(*keys, strict=True)), strict=True))
+    short = dict(known)
+    for column, omitted in (("engine", VERSION), ("model", FOLDER), ("target", ADDRESS)):
+        if column in known:
+            rest = [omitted.sub("", value) if isinstance(value, str) else value for value in known[column]]
+            # If only versions or folders differ, they are shown.
+            if column == "target" or len(set(rest)) == len(set(known[column])):
+                short[column] = rest
+    compared = {"target", "engine", "model", *CASE}
+    if set(known.get("target", ())) <= set(get_args(EngineChoice)):
+        # The sides of a comparison of engines have the names of their engines.
+        compared.remove("engine")
+    shown = [name for name in columns if name in compared]
+    for added in ("target", *columns, ""):
+        names = [" · ".join(_parts(shown, values)) for values in zip(*(short[name] for name in shown), strict=True)]
+        if all(names) and len(set(names)) == len(keys):
+            break
+        if added in known:
+            short[added] = known[added]
+            shown = [name for name in columns if name in shown or name == added]
+    return [name or UNKNOWN for name in names]
 
 
 def _key_columns(table: pd.DataFrame, over: str) -> list[str]:
@@ -248,7 +239,7 @@ def _common(table: pd.DataFrame, over: str) -> str:
     """Return the values that all lines have in common. An address is among them only if there is no model."""
     same = [name for name in _key_columns(table, over) if name != "run" and table[name].nunique(dropna=False) == 1]
     first = table[same].iloc[0]
-    if _is_address(first.get("target")) and isinstance(first.get("model"), str):
+    if ADDRESS.match(str(first.get("target"))) and isinstance(first.get("model"), str):
         same.remove("target")
     # By default, the next request of a user begins when the previous one has ended.
     if first.get("arrival") == "closed":
@@ -258,7 +249,8 @@ def _common(table: pd.DataFrame, over: str) -> str:
 
 def _parts(columns: Sequence[str], values: Iterable[Any]) -> list[str]:
     isna = import_optional("pandas", "a plot").isna
-    return [_describe(column, value) for column, value in zip(columns, values, strict=True) if not isna(value)]
+    shown = zip(columns, values, strict=True)
+    return [_describe(column, value) for column, value in shown if not isna(value) and value != ""]
 
 
 def _describe(column: str, value: Any) -> str:

@@ -76,10 +76,6 @@ class AttentionPattern(Picture):
         heads, queries, _ = self.pattern.shape
         return f"<AttentionPattern of {self.model}: block {self.layer}, {heads} heads, {queries} tokens; .pattern>"
 
-    def svg(self) -> str:
-        """Return the heat map of ``head`` as an ``svg`` element."""
-        return self.heat_map().svg()
-
     def _repr_html_(self) -> str:
         small = ""
         for head, pattern in enumerate(self.pattern[:, :SHOWN_TOKENS, :SHOWN_TOKENS]):

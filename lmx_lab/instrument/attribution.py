@@ -84,10 +84,6 @@ class LogitAttribution(Picture):
             f"{self.attention.sum():.3f} attention, {self.mlp.sum():.3f} MLPs, {self.bias:.3f} biases; .df has all>"
         )
 
-    def svg(self) -> str:
-        """Return the heat map as an ``svg`` element."""
-        return self.heat_map().svg()
-
 
 async def direct_logit_attribution(
     backend: Backend, what: What, token: Token, *, other: Token | None = None

@@ -120,10 +120,6 @@ class LogitLensTable(Picture):
             f"last block and position: {last}; .df contains all values>"
         )
 
-    def svg(self) -> str:
-        """Return the heat map as an ``svg`` element."""
-        return self.heat_map().svg()
-
     def _repr_html_(self) -> str:
         more = len(self.positions) - SHOWN_POSITIONS
         note = (

@@ -205,10 +205,6 @@ class PatchSweep(Picture):
             f"difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df contains all values>"
         )
 
-    def svg(self) -> str:
-        """Return the heat map of the first hook as an ``svg`` element; ``heat_map`` has those of others."""
-        return self.heat_map().svg()
-
     def _repr_html_(self) -> str:
         note = "<div>The sweep was interrupted; grey cells are missing.</div>" if self.interrupted else ""
         if self.clean == self.corrupt:

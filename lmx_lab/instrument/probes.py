@@ -289,7 +289,7 @@ class Probe(Picture):
         """Return the chart: the mean accuracy over the layers, its standard deviation, and the baseline."""
         base, title = _y(self.baseline), html.escape(repr(self), quote=True)
         grid = [
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>'
+            f'<path d="M{LEFT} {y:.1f}L{WIDTH - RIGHT} {y:.1f}" stroke="#8884"/>'
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">{tick:g}</text>'
             for tick, y in zip(TICKS, map(_y, TICKS), strict=True)
         ]
@@ -299,11 +299,13 @@ class Probe(Picture):
         for at, (layer, folds) in enumerate(self.accuracies.items()):
             x = LEFT + PADDING + (layer - layers[0]) / span * (WIDTH - LEFT - RIGHT - 2 * PADDING)
             mean, deviation = float(np.mean(folds)), float(np.std(folds))
-            places.append(f"{x:.1f},{_y(mean):.1f}")
+            places.append(f"{x:.1f} {_y(mean):.1f}")
             points.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_y(mean - deviation):.1f}" y2="{_y(mean + deviation):.1f}" '
-                f'stroke="{COLOR}"/><circle cx="{x:.1f}" cy="{_y(mean):.1f}" r="3" fill="{COLOR}">'
-                f"<title>layer {layer}: {mean:.3f} ± {deviation:.3f}</title></circle>"
+                f'<path d="M{x:.1f} {_y(mean - deviation):.1f}L{x:.1f} {_y(mean + deviation):.1f}" stroke="{COLOR}"/>'
+                # A line of length 0 with round ends is a dot.
+                f'<path class="dot" d="M{places[-1]}L{places[-1]}" stroke="{COLOR}" stroke-width="6" '
+                'stroke-linecap="round">'
+                f"<title>layer {layer}: {mean:.3f} ± {deviation:.3f}</title></path>"
             )
             if at % step == 0:
                 points.append(
@@ -316,13 +318,13 @@ class Probe(Picture):
                 'style="max-width:100%;height:auto">',
                 f'<text x="{LEFT}" y="16" fill="currentColor">accuracy: mean and deviation over folds</text>',
                 *grid,
-                f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base:.1f}" y2="{base:.1f}" stroke="{BASELINE_COLOR}" '
+                f'<path d="M{LEFT} {base:.1f}L{WIDTH - RIGHT} {base:.1f}" stroke="{BASELINE_COLOR}" '
                 'stroke-dasharray="6 4"/>',
                 # Above the axes, where it covers no point.
                 f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end" fill="{BASELINE_COLOR}">'
                 "- - most frequent label</text>",
                 *points,
-                f'<polyline points="{" ".join(places)}" fill="none" stroke="{COLOR}" stroke-width="2"/>',
+                f'<path class="line" d="M{"L".join(places)}" fill="none" stroke="{COLOR}" stroke-width="2"/>',
                 f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle" fill="currentColor">'
                 "layer</text></svg>",
             ]

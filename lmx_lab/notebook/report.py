@@ -184,16 +184,15 @@ def report_html(
 
 def _results(results: Sequence[object]) -> list[tuple[str, str]]:
     sections, title = list[tuple[str, str]](), ""
-    for result in results:
-        if isinstance(result, str):
-            # A title without a result is the heading of an empty section.
-            sections += [(title, " ")] if title else []
-            title = result
-        else:
+    for result in (*results, ""):
+        if not isinstance(result, str):
             words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(result).__name__).capitalize()
             sections.append((title or words, f'<div class="wide">{html_of(result)}</div>'))
-            title = ""
-    return [*sections, *([(title, " ")] if title else [])]
+        elif title:
+            # A title without a result is the heading of an empty section.
+            sections.append((title, " "))
+        title = result if isinstance(result, str) else ""
+    return sections
 
 
 def _models(models: Sequence[ModelRecord], server: ServerState) -> str:

@@ -6,24 +6,22 @@ pyplot is not used: it keeps each figure in memory until it is closed, and noteb
 from __future__ import annotations
 
 import io
-import os
+import math
 import re
 import textwrap
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from lmx_lab.extras import optional_imports
-from lmx_lab.results.pages import html_of, page, save_as
+from lmx_lab.results.pages import Displayed, Formats
 
 with optional_imports("a plot"):
     import matplotlib as mpl
     from matplotlib import font_manager
     from matplotlib.figure import Figure
-    from matplotlib.patches import Circle, Rectangle
+    from matplotlib.patches import Rectangle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,20 +32,15 @@ WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans JP", "Hiragino Sans", "PingFang SC"
 PIXELS_PER_INCH = 96
 
 
-class NotebookFigure(Figure):
+class NotebookFigure(Displayed, Figure):
     """A matplotlib figure that notebooks display without pyplot."""
 
     def _repr_png_(self) -> bytes:
         return write_figure(self, "png", dpi=110)
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the figure as ``.html``, ``.svg``, ``.png`` or ``.pdf``, and return its path.
-
-        Raises:
-            InvalidRequestError: there is no such format, or the file cannot be written.
-        """
+    def _formats(self) -> Formats:
         pictures = {f".{kind}": partial(write_figure, self, kind) for kind in ("svg", "png", "pdf")}
-        return save_as(path, self, {".html": lambda: page("Figure", html_of(self)).encode(), **pictures})
+        return {**super()._formats(), **pictures}
 
 
 def write_figure(figure: Figure, kind: str, dpi: int = 300) -> bytes:
@@ -80,8 +73,8 @@ def fit(text: Text, pixels: float) -> None:
 
 
 def figure_of(svg: str) -> NotebookFigure:
-    """Draw an SVG that consists of the elements and attributes that the pictures of this package have."""
-    root = ElementTree.fromstring(svg)
+    """Draw an SVG whose elements are rectangles, texts and paths of straight lines, like those of this package."""
+    root = ElementTree.fromstring(svg.replace("currentColor", "#111"))
     _, _, width, height = map(float, root.get("viewBox", "").split())
     figure = NotebookFigure(figsize=(width / PIXELS_PER_INCH, height / PIXELS_PER_INCH))
     axes = figure.add_axes((0, 0, 1, 1))
@@ -97,14 +90,10 @@ def _draw_element(axes: Axes, element: ElementTree.Element, *, font_px: float) -
     def numbers(*names: str) -> list[float]:
         return [float(element.get(name, "0")) for name in names]
 
-    points: Sequence[Sequence[float]] = ()
     match element.tag.rpartition("}")[2]:
         case "rect":
             x, y, width, height = numbers("x", "y", "width", "height")
-            axes.add_patch(Rectangle((x, y), width, height, facecolor=_color(element, "fill"), linewidth=0))
-        case "circle":
-            x, y, radius = numbers("cx", "cy", "r")
-            axes.add_patch(Circle((x, y), radius, facecolor=_color(element, "fill"), linewidth=0))
+            axes.add_patch(Rectangle((x, y), width, height, facecolor=element.get("fill", "#000"), linewidth=0))
         case "text":
             x, y = numbers("x", "y")
             align: dict[str, Any] = {"start": "left", "middle": "center", "end": "right"}
@@ -115,7 +104,7 @@ def _draw_element(axes: Axes, element: ElementTree.Element, *, font_px: float) -
                 element.text or "",
                 fontsize=font_px * 72 / PIXELS_PER_INCH,
                 fontweight=int(element.get("font-weight", "400")),
-                color=_color(element, "fill"),
+                color=element.get("fill", "#000"),
                 horizontalalignment=align[element.get("text-anchor", "start")],
                 verticalalignment="baseline",
                 rotation=90 if turned else 0,
@@ -123,43 +112,21 @@ def _draw_element(axes: Axes, element: ElementTree.Element, *, font_px: float) -
                 # Two dollar signs would be a formula.
                 parse_math=False,
             )
-        case "line":
-            x1, y1, x2, y2 = numbers("x1", "y1", "x2", "y2")
-            points = ((x1, y1), (x2, y2))
-        case "polyline":
-            points = [[float(value) for value in pair.split(",")] for pair in element.get("points", "").split()]
         case "path":
-            points = _points_of(element.get("d", ""))
-    if points:
-        dashes = [float(value) for value in element.get("stroke-dasharray", "").split()]
-        axes.plot(
-            *zip(*points, strict=True),
-            color=_color(element, "stroke"),
-            linewidth=(stroke := float(element.get("stroke-width", "1"))) * 72 / PIXELS_PER_INCH,
-            linestyle=(0, [length / stroke for length in dashes]) if dashes else "-",
-            solid_capstyle="round" if element.get("stroke-linecap") == "round" else "butt",
-        )
-
-
-def _points_of(path: str) -> list[tuple[float, float]]:
-    """Return the points of a path; a point of NaN separates two lines."""
-    points = list[tuple[float, float]]()
-    for command, first, second in re.findall(r"([MLHhv])([-\d.]+)(?: ([-\d.]+))?", path):
-        x, y = points[-1] if points else (0.0, 0.0)
-        match command:
-            case "M":
-                points += [(float("nan"), float("nan")), (float(first), float(second))]
-            case "L":
-                points.append((float(first), float(second)))
-            case "H":
-                points.append((float(first), y))
-            case "h":
-                points.append((x + float(first), y))
-            case "v":
-                points.append((x, y + float(first)))
-    return points
-
-
-def _color(element: ElementTree.Element, name: str) -> str:
-    color = element.get(name, "#000")
-    return "#111" if color == "currentColor" else color
+            # NaN separates the parts of a path.
+            steps = re.findall(r"([ML])([-\d.]+) ([-\d.]+)", element.get("d", ""))
+            parts = [([math.nan] * (command == "M") + [float(x)], float(y)) for command, x, y in steps]
+            dashes = [float(length) for length in element.get("stroke-dasharray", "").split()]
+            stroke = float(element.get("stroke-width", "1"))
+            is_round = element.get("stroke-linecap") == "round" and not dashes
+            axes.plot(
+                [x for xs, _ in parts for x in xs],
+                [y for xs, y in parts for _ in xs],
+                color=element.get("stroke", "#000"),
+                linewidth=stroke * 72 / PIXELS_PER_INCH,
+                linestyle=(0, [length / stroke for length in dashes]) if dashes else "-",
+                # matplotlib does not draw lines of length 0, which are dots.
+                marker="o" if is_round else "",
+                markersize=stroke * 72 / PIXELS_PER_INCH,
+                markeredgewidth=0,
+            )

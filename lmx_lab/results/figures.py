@@ -53,9 +53,11 @@ SCALE_WIDTH, SCALE_STEPS = 120.0, 40
 class Picture(Displayed):
     """A result that is displayed as an SVG."""
 
+    heat_map: Callable[..., HeatMap]
+
     def svg(self) -> str:
-        """Return the picture as an ``svg`` element."""
-        raise NotImplementedError
+        """Return the picture as an ``svg`` element, by default that of ``heat_map``."""
+        return self.heat_map().svg()
 
     def _repr_html_(self) -> str:
         return self.svg()
@@ -65,7 +67,7 @@ class Picture(Displayed):
             # Imported here, because matplotlib is optional.
             from lmx_lab.results.drawing import figure_of, write_figure
 
-            return write_figure(figure_of(standalone_svg(self.svg())), kind)
+            return write_figure(figure_of(self.svg()), kind)
 
         return {
             **super()._formats(),
@@ -77,9 +79,8 @@ class Picture(Displayed):
 
 def standalone_svg(svg: str) -> str:
     """Return an ``svg`` element as the content of a file, which has its own colours."""
-    start, rest = svg.split(">", 1)
-    attributes = re.sub(r' style="[^"]*"', "", start.removeprefix("<svg"))
-    return f'<svg xmlns="http://www.w3.org/2000/svg" color="#111" style="background:#fff"{attributes}>{rest}'
+    start, rest = re.sub(r' style="[^"]*"', "", svg.replace("currentColor", "#111"), count=1).split(" ", 1)
+    return f'{start} xmlns="http://www.w3.org/2000/svg" style="background:#fff" {rest}'
 
 
 # Line charts
@@ -113,7 +114,7 @@ class SeriesSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineChart(Picture):
+class LineChart:
     """A chart of one or more series in the same unit, with an axis that begins at 0."""
 
     key: str
@@ -162,7 +163,9 @@ class LineChart(Picture):
         widths = [_length(name) * 7 + 52 for name in names]
         left = WIDTH - RIGHT - sum(widths)
         for index, (name, width) in enumerate(zip(names, widths, strict=True)):
-            parts.append(f'<path class="line line-{index}" fill="none" {LINES[index]} d="M{left:.1f} 12h30"/>')
+            parts.append(
+                f'<path class="line line-{index}" fill="none" {LINES[index]} d="M{left:.1f} 12L{left + 30:.1f} 12"/>'
+            )
             parts.append(f'<text x="{left + 36:.1f}" y="16" {text}>{html.escape(name)}</text>')
             left += width
         decimals = max(0, -math.floor(math.log10(ticks[1]) + 1e-9))
@@ -171,13 +174,13 @@ class LineChart(Picture):
             label = f"{tick:,.{decimals}f}"
             # A longer label would extend beyond the chart.
             label = label if len(label) <= 7 else f"{tick:g}"
-            parts.append(f'<path class="grid" stroke="#ccc" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f'<path class="grid" stroke="#ccc" d="M{LEFT} {y:.1f}L{WIDTH - RIGHT} {y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" {text}>{label}</text>')
         for moment, label in time_ticks(first, last):
             x, _ = place(moment, 0)
             # A centred label at an end of the axis would extend beyond the chart.
             anchor = "start" if x < LEFT + 20 else "end" if x > WIDTH - RIGHT - 20 else "middle"
-            parts.append(f'<path class="grid" stroke="#ccc" d="M{x:.1f} {bottom}v5"/>')
+            parts.append(f'<path class="grid" stroke="#ccc" d="M{x:.1f} {bottom}L{x:.1f} {bottom + 5}"/>')
             parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="{anchor}" {text}>{label}</text>')
         for index, series in enumerate(self.series):
             lines, dots = "", ""
@@ -185,7 +188,7 @@ class LineChart(Picture):
                 points = [f"{x:.1f} {y:.1f}" for x, y in downsample([place(*point) for point in segment])]
                 if len(points) == 1:
                     # A line of length 0 with round ends is a dot.
-                    dots += f"M{points[0]}h0"
+                    dots += f"M{points[0]}L{points[0]}"
                 else:
                     lines += "M" + "L".join(points)
             ends = 'fill="none" stroke-linecap="round" stroke-linejoin="round"'
@@ -385,11 +388,11 @@ class HeatMap(Picture):
     def _scale(self, left: float, top: float) -> list[str]:
         """Draw the colours of values, their unit, and the colour of cells without a value if there are some."""
         values, limit = [value for row in self.values for value in row], self._limit
-        lowest = -limit if min(values, default=0.0) < 0 else 0.0
+        lowest = -limit if any(value < 0 for value in values) else 0.0
         step = SCALE_WIDTH / SCALE_STEPS
         parts = [
             f'<path stroke="{_color(lowest + (limit - lowest) * (at + 0.5) / SCALE_STEPS, limit)}" stroke-width="8" '
-            f'd="M{left + at * step:.1f} {top + 4:.1f}h{step:.1f}"/>'
+            f'd="M{left + at * step:.1f} {top + 4:.1f}L{left + (at + 1) * step:.1f} {top + 4:.1f}"/>'
             for at in range(SCALE_STEPS)
         ]
         ticks = [lowest, (lowest + limit) / 2, limit]

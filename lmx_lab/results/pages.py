@@ -54,7 +54,14 @@ class Displayed:
             InvalidRequestError: there is no such format, or the file cannot be written.
             MissingPackageError: matplotlib is not installed, which draws PNG and PDF files.
         """
-        return save_as(path, self, self._formats())
+        suffix, formats = Path(path).suffix.lower(), self._formats()
+        if suffix not in formats:
+            raise InvalidRequestError(
+                f"path is {os.fspath(path)!r:.200}; {type(self).__name__} can be saved as {', '.join(formats)}, which "
+                "the suffix chooses",
+                param="path",
+            )
+        return write_file(path, formats[suffix]())
 
     def _formats(self) -> Formats:
         return {".html": lambda: self._page().encode()}
@@ -76,22 +83,6 @@ def html_of(result: object) -> str:
         if hasattr(shown, name) and (text := getattr(shown, name)()) is not None:
             return str(text)
     return f"<pre style='white-space:pre-wrap'>{html.escape(str(shown))}</pre>"
-
-
-def save_as(path: str | os.PathLike[str], result: object, formats: Formats) -> Path:
-    """Write a result in the format of the suffix of the path.
-
-    Raises:
-        InvalidRequestError: there is no such format, or the file cannot be written.
-    """
-    suffix = Path(path).suffix.lower()
-    if suffix not in formats:
-        raise InvalidRequestError(
-            f"path is {os.fspath(path)!r:.200}; {type(result).__name__} can be saved as {', '.join(formats)}, which "
-            "the suffix chooses",
-            param="path",
-        )
-    return write_file(path, formats[suffix]())
 
 
 def write_file(path: str | os.PathLike[str], content: bytes) -> Path:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from lmx_lab.bench import by_concurrency, by_prompt_length, summary
 from lmx_lab.errors import InvalidRequestError
@@ -98,3 +99,72 @@ def test_a_bar_has_its_value_with_four_digits_or_without_decimals(value, label):
 def test_a_bar_without_a_value_says_so_beside_others():
     (panel,) = by_concurrency([sample(ttft_ms=8.0), sample(target="other")], metrics=("ttft_ms",)).axes
     assert [(text.get_text(), text.xy) for text in panel.texts] == [("8", (0, 8)), ("not known", (1, 0))]
+
+
+def legend_of(*sides, **options):
+    samples = [one for side in sides for one in run_of([1.0], **side)]
+    return [text.get_text() for text in by_concurrency(samples, metrics=("ttft_ms",), **options).legends[0].get_texts()]
+
+
+LAB = {"target": "127.0.0.1:8400", "engine": "lmx-lab 0.9.0", "model": "org/small"}
+OTHER = {"target": "http://host:8080/v1", "engine": "llama.cpp-b6123", "model": "small.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("sides", "names"),
+    [
+        ((LAB, OTHER), ["lmx-lab · small", "llama.cpp · small.gguf"]),
+        ((LAB, {**OTHER, "target": "other"}), ["lmx-lab · small", "other · llama.cpp · small.gguf"]),
+        ((LAB, {**LAB, "target": "localhost:1", "engine": "lmx-lab 0.10.0"}), ["lmx-lab 0.9.0", "lmx-lab 0.10.0"]),
+        ((LAB, {**LAB, "target": "localhost:1"}), ["127.0.0.1:8400", "localhost:1"]),
+        ((LAB, {**LAB, "model": "other/small"}), ["org/small", "other/small"]),
+        ((LAB, {**LAB, "threads": 2}), ["not known", "2 threads"]),
+        (
+            (
+                {**LAB, "target": "mlx", "blas": "openblas"},
+                {**LAB, "target": "llama.cpp", "engine": "x"},
+            ),
+            ["mlx", "llama.cpp"],
+        ),
+    ],
+)
+def test_a_legend_shows_names_engines_and_models_and_addresses_only_if_nothing_else_differs(sides, names):
+    assert legend_of(*sides) == names
+
+
+def test_names_a_title_and_a_size_are_chosen_by_the_caller():
+    chart = by_concurrency(swept(), metrics=("ttft_ms",), title="Mine", size=(2.5, 2))
+    assert chart.get_suptitle().split("\n")[0] == "Mine"
+    assert list(chart.get_size_inches()) == [2.5, 2]
+    assert by_concurrency(swept(), title="").get_suptitle() == ""
+    assert legend_of(LAB, OTHER, names=["a $1$", "b"]) == ["a $1$", "b"]
+    for names in (["a"], ["a", "a"]):
+        with pytest.raises(InvalidRequestError, match="give a different name for each of 'lmx-lab · small'"):
+            legend_of(LAB, OTHER, names=names)
+
+
+def test_a_plot_is_drawn_into_the_axes_of_the_caller():
+    figure = Figure()
+    axes = figure.subplots(1, 2)
+    samples = [*swept(target="a"), *swept(target="b")]
+    assert by_concurrency(samples, metrics=("ttft_ms", "e2e_ms"), ax=axes, title="$1$") is None
+    assert [len(each.containers) for each in axes] == [2, 2]
+    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["a", "b"]
+    assert axes[0].get_title() == "$1$"
+    with pytest.raises(
+        InvalidRequestError, match=r"ax has 1 axes, but metrics has 3 names.*metrics=\('total_tok_s',\)"
+    ):
+        by_concurrency(samples, ax=axes[0])
+
+
+@pytest.mark.parametrize(
+    ("count", "metrics", "words"),
+    [
+        (7, ("ttft_ms",), "medians with 90 % confidence intervals"),
+        (7, ("ttft_ms", "queue_ms"), "medians with 90 % confidence intervals where enough requests were measured"),
+        (3, ("total_tok_s",), "totals without intervals, which need 6 requests, or 3 repeats for totals"),
+    ],
+)
+def test_the_caption_says_what_is_drawn(count, metrics, words):
+    chart = by_concurrency([sample(ttft_ms=1.0 + at) for at in range(count)], metrics=metrics, level=0.9, title="t")
+    assert " ".join(chart.get_suptitle().split()) == f"t {words}"

@@ -158,6 +158,10 @@ def inner_text(element: ElementTree.Element) -> str:
     return "".join(element.itertext())
 
 
+def steps(path: ElementTree.Element) -> list[Place]:
+    return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", path.get("d", ""))]
+
+
 def heights(places: Sequence[Place], area: Box) -> list[float]:
     return [(area.bottom - y) / (area.bottom - area.top) for _, y in places]
 
@@ -180,9 +184,10 @@ class Line(Html):
             bottom=figures.HEIGHT - figures.BOTTOM,
         )
         # The first line is in the legend.
-        _, *paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if "line-0" in path.get("class", "")]
-        places = [(float(x), float(y)) for path in paths for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", path)]
-        parts = sum(path.count("M") for path in paths)
+        _, *paths = [path for path in root.iter(f"{SVG}path") if "line-0" in path.get("class", "")]
+        # The line of a dot begins and ends at the same place.
+        places = list(dict.fromkeys(place for path in paths for place in steps(path)))
+        parts = sum(path.get("d", "").count("M") for path in paths)
         return Picture(page=page, area=area, places=places, levels=heights(places, area), lines=parts, texts=texts)
 
 
@@ -205,11 +210,10 @@ class ProbeChart(Html):
         area = Box(
             left=probes.LEFT, top=probes.TOP, right=probes.WIDTH - probes.RIGHT, bottom=probes.HEIGHT - probes.BOTTOM
         )
-        (line,) = [each.get("points", "").split() for each in root.iter(f"{SVG}polyline")]
-        places = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in root.iter(f"{SVG}circle")]
-        assert [tuple(map(float, point.split(","))) for point in line] == places
-        bars = [bar for bar in root.iter(f"{SVG}line") if bar.get("stroke") == probes.COLOR]
-        ends = [(float(bar.get("x1", "")), float(bar.get(f"y{end}", ""))) for bar in bars for end in (1, 2)]
+        paths = [(path.get("class"), path.get("stroke"), steps(path)) for path in root.iter(f"{SVG}path")]
+        places = [drawn[0] for name, _, drawn in paths if name == "dot"]
+        assert [drawn for name, _, drawn in paths if name == "line"] == [places]
+        ends = [end for name, color, drawn in paths if name is None and color == probes.COLOR for end in drawn]
         levels = heights(places, area)
         return Picture(page=page, area=area, places=places, ends=ends, levels=levels, lines=1, texts=texts)
 

@@ -314,7 +314,9 @@ def figure_functions(path):
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
                 returned = ast.unparse(child.returns).strip("'\"") if child.returns else ""
                 texts = [each.value for each in ast.walk(child) if isinstance(each, ast.Constant)]
-                if returned in FIGURE_TYPES or any(isinstance(text, str) and "<svg" in text for text in texts):
+                if FIGURE_TYPES & set(returned.split(" | ")) or any(
+                    isinstance(text, str) and "<svg" in text for text in texts
+                ):
                     names.append(f"{prefix}{child.name}")
         return names
 

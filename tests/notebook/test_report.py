@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from lmx_lab.backend import ServerState
@@ -11,6 +12,8 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.notebook.report import CSS, GENERATOR, MAX_REQUEST_ROWS, report_html, take_snapshot, write_report
 from lmx_lab.panels.summary import CHARTS
 from lmx_lab.panels.workbench import EndedRequest
+from lmx_lab.results.drawing import NotebookFigure
+from lmx_lab.results.figures import HeatMap
 from lmx_lab.wire.admin import Compute, ModelRecords
 from tests.support.panels import Page, contrast, record, server_sample
 from tests.support.samples import request_end
@@ -135,6 +138,24 @@ def test_text_and_lines_have_enough_contrast_in_both_themes():
     for theme in (light, dark):
         assert min(contrast(theme[name], theme["paper"]) for name in ("text", "muted")) >= 4.5
         assert min(contrast(theme[f"line-{index}"], theme["paper"]) for index in range(3)) >= 4.5
+
+
+def test_results_come_first_under_their_titles():
+    chart = NotebookFigure()
+    chart.subplots()
+    results = [
+        pd.DataFrame({"x": ["<script>\u202e</script>"]}),
+        "A <plot>",
+        chart,
+        "Notes",
+        HeatMap(title="m", values=[], rows=[], columns=[]),
+    ]
+    text = report_html(snapshot("tiny"), [], [], [], [*results, "Lone title"])
+    page = Page(text)
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles[:6] == ["Data frame", "A &lt;plot&gt;", "Notes", "Lone title", "Server", "Models"]
+    assert "script" not in page.tags
+    assert [attrs["src"][:18] for tag, attrs in page.elements if tag == "img"] == ["data:image/svg+xml"]
 
 
 # --- the file
