@@ -114,10 +114,9 @@ async def evaluate(
         # A failure causes only a warning, so that the answers are not lost.
         try:
             result.id = await in_thread(partial(Experiments(backend.home / FILE, backend).add, result))
-        except LabError as exc:
-            warnings.warn(f"the evaluation is not stored: {exc.message}", RuntimeWarning, stacklevel=2)
-        except KeyboardInterrupt:
-            warnings.warn("the evaluation is not stored, because it was interrupted", RuntimeWarning, stacklevel=2)
+        except (LabError, KeyboardInterrupt) as exc:
+            reason = exc.message if isinstance(exc, LabError) else "it was interrupted"
+            warnings.warn(f"the evaluation is not stored: {reason}", RuntimeWarning, stacklevel=2)
     return result
 
 
