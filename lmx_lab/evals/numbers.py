@@ -9,8 +9,8 @@ from contextlib import suppress
 
 REWRITTEN = (
     (r"\{,\}", ","),
-    (r"\\(?:times|cdot)\b", "*"),
-    (r"\\pm\b", "±"),
+    (r"\\(?:times|cdot)(?![a-zA-Z])", "*"),
+    (r"\\pm(?![a-zA-Z])", "±"),
     (r"(?<=\d)(?=[¼-¾⅐-⅞]|\\[dt]?frac)", " "),
     (r"\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4"),
     (r"\\(?:[a-zA-Z]+|[,;:! ])", " "),
@@ -40,11 +40,9 @@ TOKEN = re.compile(
     r"(?P<percent> ?(?:%|per ?cent\b|pct\b))?"
     r"(?: ?(?P<scale>thousand|million|billion|trillion)\b|(?P<letter>k|K|M|B|bn|mn)\b)?"
 )
-JOINED = re.compile(
-    r"(?:\*\*|[)\]}_])*(?: ?(?:[^\W\d_]+|[$€£¥₹₩₽]|°[CF]?))?(?: *[-—~+*÷/^x] *| +(?:to|or) +|[.:])(?:\*\*|[(\[{_])*|[ ]"
-)
-"""The text between two numbers that are a range, alternatives, an expression, a date or a time. A space is one only if
-a sign follows."""
+JOINED = re.compile(r"(?: ?(?:[^\W\d_]+|[$€£¥₹₩₽]|°[CF]?))?(?: *[-—~+*÷/^x] *| +(?:to|or|through|until) +|[.:])| ")
+"""The text between two numbers that are a range, alternatives, an expression, a date or a time, without brackets and
+marks of Markdown. A space is one only if a sign follows."""
 WITH_POINT = re.compile(r"\d*\.?\d+|[1-9]\d{0,2}([,'_ ])\d{3}(?:\1\d{3})*(?:\.\d+)?|[1-9]\d?(?:,\d\d)+,\d{3}(?:\.\d+)?")
 """Numbers with a decimal point. Digits are in groups of three or, in India, of two."""
 WITH_COMMA = re.compile(r"\d+,\d+|[1-9]\d{0,2}([.' ])\d{3}(?:\1\d{3})*,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}")
@@ -73,8 +71,8 @@ def read_number(text: str, *, is_whole: bool = False) -> tuple[float, ...]:
         return ()
     last = numbers[-1]
     for previous in numbers[-2:-1]:
-        between = text[previous.end() : last.start()]
-        is_pair = between.strip() == "and" and text[: previous.start()].rstrip().endswith("between")
+        between = re.sub(r"\*\*|[()\[\]{}_]", "", text[previous.end() : last.start()])
+        is_pair = between == " and " and text[: previous.start()].rstrip(" *([{_").lower().endswith("between")
         if is_pair or (JOINED.fullmatch(between) and (between != " " or last["sign"])):
             return ()
     # An overflow, a division by 0, or a complex number.
