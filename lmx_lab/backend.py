@@ -63,7 +63,7 @@ class ServerState:
     state: Literal["running", "lagging", "stopped", "unreachable"]
     """``lagging``: a server in another process is connected, but has sent nothing for some seconds."""
     place: str
-    """Where the server runs, for display: ``the kernel's loop``."""
+    """Where the server runs, for display: ``in this kernel``."""
     url: str
     disk: str = "this disk"
     """Where the server's models are, for display."""

@@ -112,6 +112,8 @@ class ProgressBar:
     def __exit__(self, *exc_info: object) -> None:
         if self._progress.live.is_started:
             self._progress.stop()
+        if self._display is not None:
+            self._display.update({"text/html": ""}, raw=True)
         if self._job is not None:
             self._job.job = ""
 

@@ -3,7 +3,9 @@
 import io
 from types import SimpleNamespace
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 from rich.console import Console
 
 from lmx_lab.progress import bar, counter
@@ -58,3 +60,13 @@ def test_a_counter_tells_a_server_what_uses_it():
         shown.show("2 rows/s", 3, 12)
         assert server.job == "Map, 3 of 12: 2 rows/s"
     assert server.job == ""
+
+
+@pytest.mark.slow
+def test_a_notebook_keeps_no_bar_after_its_end():
+    cell = "from lmx_lab.progress import counter\nwith counter('map') as shown:\n    shown.show('', 1, 2)\n    {}"
+    cells = [nbformat.v4.new_code_cell(cell.format(end)) for end in ("pass", "1 / 0")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=120, allow_errors=True).execute()
+    first, second = ([each.get("data") for each in cell.outputs] for cell in notebook.cells)
+    assert (first, second) == ([{"text/html": ""}], [{"text/html": ""}, None])

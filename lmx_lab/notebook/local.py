@@ -328,7 +328,7 @@ class LocalServer:
     @property
     def place(self) -> str:
         """Where the server runs, for display."""
-        return "the kernel's loop" if self.mode == "kernel" else "a separate thread"
+        return "in this kernel" if self.mode == "kernel" else "in a thread of this process"
 
     @property
     def running_daemon(self) -> LabDaemon | None:
@@ -339,7 +339,7 @@ class LocalServer:
         now, daemon = self.engine.snapshot, self.running_daemon
         model = "none loaded" if now.model is None else f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)"
         facts = {
-            "LMX Lab": f"running on {self.place}" if self.running else "stopped",
+            "LMX Lab": f"running {self.place}" if self.running else "stopped",
             "address": self.addresses.url,
             "LAN address": next(iter(self.addresses.lan_urls), ""),
             "announced as": self.announced_name,

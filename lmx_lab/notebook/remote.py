@@ -247,7 +247,7 @@ class RemoteBackend:
             left_s = unloading.seconds_left - int(time.monotonic() - received_at)
             unloading = replace(unloading, seconds_left=max(0, left_s))
         return ServerState(
-            place="another process or machine",
+            place="in another process or on another machine",
             url=self._client.url,
             disk=f"the disk of {urlsplit(self._client.url).netloc}",
             model=model,

@@ -27,7 +27,7 @@ from lmx_lab.extras import installed_version
 from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, line_charts, model_row
 from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.results.figures import CSS as CHART_CSS
-from lmx_lab.results.figures import format_clock, format_number
+from lmx_lab.results.figures import format_clock, format_number, format_time
 from lmx_lab.results.pages import Displayed, html_of, page
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.sanitize import UNSAFE
@@ -134,11 +134,6 @@ def take_snapshot(server: ServerState, models: ModelRecords, sample: Sample | No
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count() or 1} cores, "
         f"{psutil.virtual_memory().total / 1e9:.1f} GB",
     )
-
-
-def format_time(at: float) -> str:
-    """Format local date and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def _replace_unsafe(text: str) -> str:

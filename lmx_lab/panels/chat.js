@@ -89,7 +89,7 @@ export default panel("Chat", ({ model, root, watch }) => {
     h("button", { title: "save the conversation as Markdown", onclick: () => save("markdown", "md", "text/markdown") }, "Export"));
   root.append(log, strip, editing, box,
     h("div", { class: "row" }, go, status, h("span", { class: "grow" }), tools,
-      h("button", { title: "load a saved conversation", onclick: () => file.click() }, "Load"), file,
+      h("button", { title: "open a saved conversation", onclick: () => file.click() }, "Open"), file,
       h("button", { onclick: () => (box.focus(), act("clear")) }, "Clear")),
     h("details", {}, h("summary", {}, "sampling and system prompt"),
       h("div", { class: "row" }, ...inputs.map(([name, input]) => labelled(name, input))), labelled("system prompt", system)));

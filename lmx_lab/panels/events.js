@@ -7,7 +7,7 @@ const MAX_CHARACTERS = 1e5;
 const GROUPS = ["turns", "text", "tools", "permissions", "sessions", "daemon", "other"];
 const HEAD = ["time", "event", "session", "content"];
 const TONES = { live: "good", waiting: "warn", closed: "bad" };
-const CLOCK = { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 3, hour12: false };
+const CLOCK = { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 3 };
 const CODE = 'lmx_lab.current().panel("events").df';
 
 export default panel("Events", ({ model, root, head, watch }) => {
@@ -43,7 +43,7 @@ export default panel("Events", ({ model, root, head, watch }) => {
         button("Deny", "deny"), expiry)), (now) => {
       set(session, "in " + now.session);
       set(call, now.arguments);
-      set(expiry, `denied automatically at ${new Date(now.expires_at).toLocaleTimeString()}`
+      set(expiry, `denied automatically at ${clock(now.expires_at)}`
         + (now.omitted ? `; ${now.omitted} more characters of the arguments are in its event` : ""));
     }];
   });
@@ -121,7 +121,7 @@ export default panel("Events", ({ model, root, head, watch }) => {
     return [row, (now) => {
       row.className = `${now.tone} ${now.mark ? "mark" : now.grows ? "grows" : ""}`;
       row.ariaRowIndex = now.number + 2;
-      set(time, now.at ? new Date(now.at).toLocaleTimeString([], CLOCK) : "");
+      set(time, now.at ? clock(now.at, CLOCK) : "");
       set(name, now.kind);
       set(batches, now.batches > 1 ? ` ×${now.batches}` : "");
       kind.hidden = !now.at;

@@ -17,12 +17,22 @@ export default panel("Metrics", ({ model, root, head, watch }) => {
     ...[1, 5, 15].map((value) => h("option", { value }, value + " min")));
   const job = h("p");
   const grid = h("div", { class: "charts" });
+  const clients = h("ul", { "aria-label": "running requests" });
+  const showClients = keyed(clients, ({ id }) => {
+    const texts = [h("b"), h("span", { class: "grow" }), h("span", { class: "dim number" })];
+    const stop = h("button", {
+      "aria-label": "Stop " + id, title: "its client gets an error",
+      // The button disappears.
+      onclick: () => (pause.focus(), ask(model, "stop", { request_id: id }).catch((error) => say(error.message))),
+    }, "Stop");
+    return [h("li", { class: "row" }, ...texts, stop), ({ cells }) => texts.forEach((node, at) => set(node, cells[at]))];
+  });
   const failed = h("summary");
   const list = h("ul");
   const failures = h("details", {}, failed, list);
   const hint = example("No request has been measured in this window. An example:", 'lab.chat("Tell me a story.")');
   head.append(status, minutes, pause, copyButton(() => say("Copied: " + CODE) && CODE, "as DataFrame", "as DataFrame"));
-  root.append(job, hint, grid, failures);
+  root.append(job, hint, grid, clients, failures);
 
   // Called whenever a chart is drawn, because the colours depend on the theme.
   const paint = (node, property = "color") => () => getComputedStyle(node)[property];
@@ -63,7 +73,7 @@ export default panel("Metrics", ({ model, root, head, watch }) => {
         plot.setData([columns[0], ...own.slice(0, lines)]);
         // Updated rarely, so that a screen reader reaches the end of the table before it changes.
         if (drawn % 20 === 0) body.replaceChildren(...columns[0].map((at, n) =>
-          row("td", [new Date(1e3 * at).toLocaleTimeString(), ...own.map((column) => write(column[n]))])).slice(-10));
+          row("td", [clock(1e3 * at), ...own.map((column) => write(column[n]))])).slice(-10));
       },
     };
   });
@@ -99,6 +109,7 @@ export default panel("Metrics", ({ model, root, head, watch }) => {
     job.textContent = get("job");
     job.hidden = !get("job");
   });
+  watch(["clients"], () => showClients(get("clients")));
   watch(["failures"], () => {
     const texts = get("failures");
     failures.hidden = !texts.length;

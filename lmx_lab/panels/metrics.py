@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import math
 import sys
@@ -13,20 +14,21 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import InvalidRequestError
-from lmx_lab.panels.panel import Panel, bool_field
+from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.summary import CHARTS, FIELDS, line_charts, values_of
 from lmx_lab.panels.workbench import KEPT_S, Workbench
 from lmx_lab.results.figures import GAP_S, format_clock
 from lmx_lab.results.frames import dtypes_of, make_table
-from lmx_lab.results.tables import html_table
+from lmx_lab.results.tables import UNBROKEN, html_table
 from lmx_lab.sanitize import clip
-from lmx_lab.wire.admin import Sample
+from lmx_lab.wire.admin import RunningRequest, Sample
 
 WINDOWS_MIN = (1, 5, 15)
 MAX_POINTS = 400
 """Maximum number of points in a window. A chart of the usual width has fewer pixels."""
 MAX_FAILURES = 10
+MAX_CLIENTS = 30
 
 
 NO_VALUES = (math.nan,) * len(FIELDS)
@@ -47,6 +49,8 @@ class MetricsPanel(Panel):
     paused = traitlets.Bool(False).tag(sync=True)
     job = traitlets.Unicode().tag(sync=True)
     """Progress of a measurement; empty if there is none."""
+    clients: Any = traitlets.List().tag(sync=True)
+    """``{id, cells}`` of each request that waits or runs, oldest first; at most ``MAX_CLIENTS``."""
     failures: Any = traitlets.List().tag(sync=True)
     """One text for each of the last failed requests of all clients, newest first; at most ``MAX_FAILURES``."""
     now: Any = traitlets.List().tag(sync=True)
@@ -58,6 +62,7 @@ class MetricsPanel(Panel):
     """The window in little-endian float32: a column of times, then one column for each value; NaN is a gap."""
 
     def __init__(self, workbench: Workbench) -> None:
+        self._listing: asyncio.Task[None] | None = None
         samples = workbench.history.samples
         drawn = _drawn(samples, window_s=60 * self.minutes) if samples else {}
         super().__init__(workbench, charts=[chart.shown() for chart in CHARTS], **drawn)
@@ -82,12 +87,27 @@ class MetricsPanel(Panel):
         super().tick(backend, sample)
         if (job := backend.job) != self.shown("job"):
             self.show(job=job)
+        is_busy = sample is not None and sample.active_requests > 0
+        if (is_busy or self.shown("clients")) and (self._listing is None or self._listing.done()):
+            self._listing = self.workbench.create_task(self._list_clients(backend), "list the running requests")
         if (failures := self._failures()) != self.shown("failures"):
             self.show(failures=failures)
         if sample is not None and not self.shown("paused"):
             self._draw()
         elif self.shown("server")["state"] in {"stopped", "unreachable"} and self.shown("now"):
             self.show(now=[])
+
+    async def _list_clients(self, backend: Backend) -> None:
+        try:
+            found = await backend.clients()
+        except LabError:
+            # The server has stopped, or is of a version that does not list them.
+            found = ()
+        self.show(clients=[{"id": each.id, "cells": _client_cells(each)} for each in found[:MAX_CLIENTS]])
+
+    async def do_stop(self, fields: Mapping[str, Any]) -> str:
+        """Stop a running request, given its id as ``request_id``."""
+        return await self.workbench.backend.stop_request(text_field(fields, "request_id"))
 
     def _failures(self) -> list[str]:
         failed = [ended for ended in self.workbench.history.requests if ended.event.finish_reason == "error"]
@@ -125,13 +145,23 @@ class MetricsPanel(Panel):
                     cells.append(text)
                 rows.append(cells)
         names = ("measurement", "latest", f"highest of {len(samples)} samples")
-        table = html_table(names, rows, caption=f"Metrics: server {self.server['state']}")
+        table = html_table(names, rows, caption=f"Metrics: server {self.server['state']}", style=UNBROKEN)
         failures = "".join(f"<li>{html.escape(text)}</li>" for text in self._failures())
         table += f"<div>Failed requests, newest first:</div><ul>{failures}</ul>" if failures else ""
         if samples:
             charts = line_charts(_recent(samples, KEPT_S))
             table += "".join(f"<div>{chart.image_html()}</div>" for chart in charts)
         return table
+
+
+def _client_cells(request: RunningRequest) -> tuple[str, str, str]:
+    if request.state == "queued":
+        what = "queued"
+    elif request.completion_tokens:
+        what = f"{request.completion_tokens:,} tokens"
+    else:
+        what = f"prompt of {request.prompt_tokens:,} tokens" if request.kind == "chat" else request.kind
+    return request.client or "this notebook", f"{clip(request.model, 80)}: {what}", f"{request.age_s:.0f} s"
 
 
 def _drawn(samples: Sequence[Sample], *, window_s: float) -> dict[str, Any]:

@@ -99,9 +99,9 @@ export default panel("Models", ({ model, root, head, watch }) => {
     const memory = h("span", { class: "dim" });
     const idle = h("span", { class: "dim grow" });
     const pin = h("button", {
-      "aria-label": "pin " + id, title: "keep it in memory until the pin is released",
+      "aria-label": "keep " + id + " loaded", title: "no other load and no time without requests unloads it",
       onclick: () => act("keep", { model: id, pin: pin.ariaPressed !== "true" }),
-    });
+    }, "keep loaded");
     const ttl = h("select", {
       "aria-label": "time to live of " + id, title: "time without requests after which it is unloaded",
       onchange: async () => {
@@ -112,9 +112,11 @@ export default panel("Models", ({ model, root, head, watch }) => {
     });
     const button = h("button", { "aria-label": "Unload " + id, "data-model": id, onclick: () => unload(id) }, "Unload");
     const controls = h("span", { class: "row" }, h("label", { class: "dim" }, "time to live ", ttl), pin, button);
+    const engine = h("div", { class: "dim" });
     const warning = h("p", { class: "note" });
     const lines = [[h("b", {}, id), main, idle, controls], [bar, memory]].map((parts) => h("div", { class: "row" }, ...parts));
-    return [h("li", {}, ...lines, warning), (row) => {
+    return [h("li", {}, ...lines, engine, warning), (row) => {
+      set(engine, row.engine);
       set(warning, row.warning);
       warning.hidden = !row.warning;
       main.hidden = !row.main;
@@ -124,7 +126,6 @@ export default panel("Models", ({ model, root, head, watch }) => {
       bar.style.setProperty("--share", row.fraction);
       bar.ariaValueNow = Math.round(100 * row.fraction);
       bar.ariaValueText = row.memory;
-      set(pin, row.pinned ? "pinned" : "pin");
       pin.ariaPressed = row.pinned;
       fill(ttl, row.ttls);
       if (!ttl.matches(":focus")) ttl.value = row.ttl;
@@ -144,7 +145,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
         options.engine[1].focus();
       },
     }, "options");
-    return [h("tr", {}, h("th", { scope: "row" }, id), ...cells, h("td", { class: "actions" }, button, choose)), (row) => {
+    return [h("tr", {}, h("th", { scope: "row", title: id }, id), ...cells, h("td", { class: "actions" }, button, choose)), (row) => {
       row.cells.forEach((text, at) => set(cells[at], text));
       set(button, row.action);
       choose.hidden = row.action !== "Load";

@@ -16,9 +16,9 @@ import traitlets
 from lmx_lab.backend import Backend
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.panels.panel import Panel, bool_field, text_field
-from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, model_row
+from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, format_context, model_row
 from lmx_lab.panels.workbench import Workbench
-from lmx_lab.results.tables import html_table
+from lmx_lab.results.tables import UNBROKEN, html_table
 from lmx_lab.values.models import (
     EngineChoice,
     EngineName,
@@ -96,15 +96,15 @@ class ModelsPanel(Panel):
     """``{id, cells, action, engines}`` of each model: the cells after the first column, the label of the button, which
     is empty if there is no button, and the engines that can run it."""
     resident: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """``{id, main, pinned, leaving, memory, fraction, idle, ttl, ttls, warning}`` of each model in memory. ``leaving``
-    is true while it is being unloaded; ``fraction`` is its share of the machine's memory, 0 to 1, or None; ``ttl`` is
-    its time to live, and ``ttls`` are pairs of those that can be chosen and their texts; ``warning`` may be empty."""
+    """``{id, main, pinned, leaving, memory, fraction, engine, idle, ttl, ttls, warning}`` of each model in memory.
+    ``leaving`` is true while it is being unloaded; ``fraction`` is its share of the machine's memory, 0 to 1, or None;
+    ``engine`` is its engine and why that was chosen; ``ttl`` is its time to live, and ``ttls`` are pairs of those that
+    can be chosen and their texts; ``warning`` may be empty."""
     choices: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     """The values of load options: ``engine`` for models that are not in the list, and ``kv_cache_dtype``."""
     caption = traitlets.Unicode().tag(sync=True)
     engines = traitlets.Unicode().tag(sync=True)
-    """The engine of the loaded model and why it was chosen, the faster engine on this machine, and why models of an
-    engine cannot be loaded; empty if none of these is known."""
+    """The faster engine on this machine, and why models of an engine cannot be loaded; empty if neither is known."""
     jobs: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """Running loads and unloads: ``{id, text, detail, fraction, actions}``. ``fraction`` is 0 to 1, or None; the
     actions are labels of buttons."""
@@ -406,6 +406,7 @@ class ModelsPanel(Panel):
                     "leaving": record.id in unloading or (own is not None and own.model == record.id),
                     "memory": f"{memory} of {format_bytes(total_gb * 1e9)}" if total_gb else memory,
                     "fraction": min(memory_gb / total_gb, 1.0) if total_gb else None,
+                    "engine": _describe_engine(record),
                     "idle": idle,
                     "ttl": "never" if record.ttl_s is None else f"{record.ttl_s:.10g}",
                     "ttls": [["never", "never"], *([f"{ttl_s:.10g}", _duration(ttl_s)] for ttl_s in ttls)],
@@ -444,11 +445,9 @@ class ModelsPanel(Panel):
 
     def _engines(self) -> str:
         problems = dict.fromkeys(record.problem for record in self._records if record.problem)
-        loaded = (record for record in self._records if self.serves and record.loaded and record.engine_reason)
-        engines = [f"{record.id} runs on {with_reason(record.engine, record.engine_reason)}" for record in loaded]
         copies = [copy.describe(record.id) for record in self._records for copy in record.quantized_copies]
         preference = self._preference.detail if self._preference else None
-        notes = [*engines, *copies, preference, *problems, self._problem]
+        notes = [*copies, preference, *problems, self._problem]
         return ". ".join(filter(None, notes))
 
     def _show_jobs(self) -> None:
@@ -507,10 +506,12 @@ class ModelsPanel(Panel):
         facts = describe_server(self.workbench.backend.state())
         lines = f"<div><b>LMX Lab</b>: {html.escape(facts.pop('server'))}</div>"
         lines += "".join(f"<div>{name}: {html.escape(value)}</div>" for name, value in facts.items())
-        warnings = (f"{record.id}: {record.warning}" for record in self._records if record.loaded and record.warning)
-        lines += "".join(f"<div>{html.escape(note)}</div>" for note in (self._pressure(), *warnings) if note)
+        loaded = [record for record in self._records if self.serves and record.loaded]
+        engines = [f"{record.id}: {_describe_engine(record)}" for record in loaded]
+        warnings = [f"{record.id}: {record.warning}" for record in loaded if record.warning]
+        lines += "".join(f"<div>{html.escape(note)}</div>" for note in (*engines, self._pressure(), *warnings) if note)
         rows = ([row["id"], *row["cells"]] for row in self._rows())
-        table = html_table(MODEL_COLUMNS, rows, caption=self._caption())
+        table = html_table(MODEL_COLUMNS, rows, caption=self._caption(), style=UNBROKEN)
         table += f"<div>{html.escape(self._engines())}</div>" if self._engines() else ""
         return lines + (f"<details><summary>models</summary>{table}</details>" if self.compact else table)
 
@@ -524,6 +525,11 @@ def _updated(job: ModelJob, event: ModelEvent) -> ModelJob:
         total_bytes=event.total_bytes,
         updated_at=time.monotonic(),
     )
+
+
+def _describe_engine(record: ModelRecord) -> str:
+    context = format_context(record, serves=True)
+    return f"on {with_reason(record.engine, record.engine_reason)}" + (f", context {context}" if context else "")
 
 
 def _duration(seconds: float) -> str:

@@ -38,6 +38,9 @@ const ask = (model, what, fields = {}, fallback = null) =>
     }
   });
 
+/** Format a time of day as the server does, whatever the language of the browser. */
+const clock = (ms, options) => new Date(ms).toLocaleTimeString("en-GB", options);
+
 /** Return an example for an empty panel: a sentence, and code to run in a cell. */
 const example = (text, code) => h("p", { class: "dim" }, text + " ", h("code", {}, code));
 

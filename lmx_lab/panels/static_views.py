@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lmx_lab.results.figures import format_time
 from lmx_lab.urls import is_vscode
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class StaticViews:
             display(output, metadata=metadata, raw=True, display_id=shown_as)  # type: ignore[no-untyped-call]
         if render is not None and name is not None:
             with self._lock:
-                self._views[name] = render, outputs[-1]["text/html"], False
+                self._views[name] = render, data["text/html"], False
                 while len(self._views) > self._max_views:
                     del self._views[next(iter(self._views))]
             if (shell := get_ipython()) is not None and shell is not self._shell:
@@ -102,14 +103,14 @@ class StaticViews:
             self._is_changed, self._due_at = False, time.monotonic() + 10
             for name, (render, sent, again) in list(self._views.items()):
                 try:
-                    page = _wrapped(render())
-                    if is_new := page != sent or (again and after_cell):
-                        display({"text/html": page}, raw=True, display_id=name, update=True)  # type: ignore[no-untyped-call]
+                    content = render()
+                    if is_new := content != sent or (again and after_cell):
+                        display({"text/html": _wrapped(content)}, raw=True, display_id=name, update=True)  # type: ignore[no-untyped-call]
                 except Exception:
                     # An error in one panel must not stop the others, or make the user's cell fail.
                     log.exception("the snapshot of a panel could not be updated")
                 else:
-                    self._views[name] = render, page, (is_new or again) and not after_cell
+                    self._views[name] = render, content, (is_new or again) and not after_cell
 
     def _after_cell(self, _result: Any) -> None:
         self._check()
@@ -132,4 +133,4 @@ def split_outputs(
 
 
 def _wrapped(content: str) -> str:
-    return f'{_STYLE}<div class="lmx-snapshot">{content}</div>'
+    return f'{_STYLE}<div class="lmx-snapshot"><div>as of {format_time(time.time())}</div>{content}</div>'

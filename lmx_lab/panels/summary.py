@@ -17,7 +17,7 @@ from lmx_lab.wire.admin import ModelRecord, Sample
 def describe_server(server: ServerState) -> dict[str, str]:
     """Return the state of a server as short descriptions by their names, without empty ones."""
     described = {
-        "server": f"{server.state}, on {server.place}" if server.place else server.state,
+        "server": f"{server.state} {server.place}".rstrip(),
         "note": server.note,
         "address": server.url,
         "LAN address": server.lan_url or "",
@@ -40,7 +40,7 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
     memory = "" if record.vram_gb is None else f", {format_bytes(record.vram_gb * 1e9)}"
     state, action = ("needs " + record.engine, "") if record.problem else ("on disk", "Load")
     if serves and record.pinned:
-        state, action = f"pinned{memory}", ""
+        state, action = f"kept loaded{memory}", ""
     elif serves and record.loaded:
         state, action = f"{'unloading' if unloading else 'loaded'}{memory}", ""
     context = format_context(record, serves=serves)

@@ -279,6 +279,11 @@ def time_ticks(first: float, last: float, *, most: int = 7) -> list[tuple[float,
     return [(moment, time.strftime(form, time.localtime(moment))) for moment in moments]
 
 
+def format_time(at: float) -> str:
+    """Format local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
 def format_clock(at: float) -> str:
     """Format the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(at))

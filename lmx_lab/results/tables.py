@@ -24,6 +24,10 @@ class Html(str):
     __slots__ = ()
 
 
+UNBROKEN = "text-align:left;white-space:nowrap"
+"""Style of tables of names and numbers, whose lines are not wrapped. A notebook scrolls wide outputs."""
+
+
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line of text for each row, in which the cells of a column begin at the same position."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

@@ -36,7 +36,8 @@ def health_routes(manager: ModelManager) -> APIRouter:
     )
     async def health(request: Request) -> Alive | JSONResponse:
         """Show whether a model can answer requests, in the form of llama.cpp's server."""
-        error = problem(manager.snapshot, settings=manager.settings, alive=manager.alive)
+        local = is_local(request.scope)
+        error = problem(manager.snapshot, settings=manager.settings, alive=manager.alive, local=local)
         return Alive() if error is None else JSONResponse(ErrorBody(error=detail_for(request, error)).model_dump(), 503)
 
     @router.head("/readyz", response_model=Ready, include_in_schema=False)
@@ -49,7 +50,8 @@ def health_routes(manager: ModelManager) -> APIRouter:
     async def readyz(request: Request) -> Ready | JSONResponse:
         """Show whether a model can answer requests. If not, the response is 503 with the reason and the next step."""
         now = manager.snapshot
-        error, local = problem(now, settings=manager.settings, alive=manager.alive), is_local(request.scope)
+        local = is_local(request.scope)
+        error = problem(now, settings=manager.settings, alive=manager.alive, local=local)
         notices: dict[str, Any] = {
             "recorded": manager.settings.record == "all" or None,
             "swap": manager.settings.swap or None,
@@ -74,26 +76,38 @@ def health_routes(manager: ModelManager) -> APIRouter:
     return router
 
 
-def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True) -> LabError | None:
-    """Return the error that explains why requests cannot be answered now; None if they can."""
+def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True, local: bool = True) -> LabError | None:
+    """Return the error that explains why requests cannot be answered now; None if they can.
+
+    Args:
+        local: Whether the caller is on the server's machine. Others cannot load a model, unless the settings allow it.
+    """
     if now.state == "dead" or not alive:
-        return EngineDeadError("the engine has died; load a model to start it again: POST /admin/models/load")
+        remedy = _remedy("load a model to start it again", settings, local=local)
+        return EngineDeadError(f"the engine has died; {remedy}")
     if now.stalled(time.perf_counter(), settings.stall_limit_s):
         return EngineDeadError(
             f"the engine has made no step for {settings.stall_limit_s:g} s; requests running: {now.active_requests}"
         )
-    return None if now.state == "ready" else _no_model(now, settings)
+    return None if now.state == "ready" else _no_model(now, settings, local=local)
 
 
-def _no_model(now: EngineSnapshot, settings: Settings) -> LabError:
-    if now.state == "empty" and now.unload_cause == "memory":
-        reason = f"{now.unloaded_model} was unloaded because memory ran out"
-        return OutOfMemoryError(f"{reason}; load it again, or a smaller or more quantized one: POST /admin/models/load")
-    if now.state == "empty" and now.unload_cause == "idle":
-        reason = f"{now.unloaded_model} was unloaded because no request came for {settings.idle_unload_s:g} s"
-        return NotLoadedError(f"{reason}; load it again: POST /admin/models/load")
-    pinned = ", ".join(pinned.entry.id for pinned in now.pinned)
+def _no_model(now: EngineSnapshot, settings: Settings, *, local: bool) -> LabError:
+    pinned = ", ".join(public_id(each.entry.id, local=local) for each in now.pinned)
     note = f" (the pinned {pinned} can answer requests)" if pinned else ""
     if now.state == "loading":
-        return NotLoadedError(f"the engine is loading a model{note}; try again", retry_after_s=1)
-    return NotLoadedError(f"the engine is {now.state}{note}; load a model first: POST /admin/models/load")
+        return NotLoadedError(f"a model is being loaded{note}; try again", retry_after_s=1)
+    if now.unloaded_model is None:
+        return NotLoadedError(f"no model is loaded{note}; {_remedy('load a model first', settings, local=local)}")
+    reasons = {"memory": " because memory ran out", "idle": " because it was idle"}
+    reason = f"{public_id(now.unloaded_model, local=local)} was unloaded{reasons.get(now.unload_cause or '', '')}{note}"
+    if now.unload_cause == "memory":
+        remedy = _remedy("load it again, or a smaller or more quantized one", settings, local=local)
+        return OutOfMemoryError(f"{reason}; {remedy}")
+    return NotLoadedError(f"{reason}; {_remedy('load it again', settings, local=local)}")
+
+
+def _remedy(what: str, settings: Settings, *, local: bool) -> str:
+    """Return what the caller can do, who may not be allowed to load a model."""
+    may_load = local or settings.lan_admin
+    return f"{what}: POST /admin/models/load" if may_load else "ask the person who runs this server to load one"

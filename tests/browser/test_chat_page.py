@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from playwright.sync_api import expect
@@ -15,6 +16,7 @@ from lmx_lab.settings import Settings
 from tests.browser.jupyterlab import tab_through
 from tests.support.browser import FOREIGN, WAIT_MS, machine_only, serious_violations
 from tests.support.labs import serving
+from tests.support.models import write_endless_llama
 
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 800}
@@ -333,6 +335,38 @@ def test_a_conversation_continues_after_interruptions(browser, panels_home):
             settings(page).get_by_label("max_tokens").fill("5")
             page.keyboard.press("Escape")
             expect(ask(page, "Fourth.")).to_contain_text("tiny-two · 5 tokens")
+
+
+def test_a_visitor_reads_what_happened_on_the_server(browser, panels_home):
+    # A caller on another machine, who cannot load a model.
+    elsewhere = {"extra_http_headers": {"x-forwarded-for": "192.168.1.6"}}
+    with (
+        serving(panels_home, "echo") as lab,
+        window(browser, viewport=PHONE, expected="503", **elsewhere) as context,
+    ):
+        page = open_page(context, lab)
+        lab.unload()
+        text = "echo was unloaded; ask the person who runs this server to load one"
+        expect(page.locator("[role=status].notes")).to_contain_text(f"No model is ready: {text}.")
+        expect(ask(page, "Hello?")).to_contain_text(text)
+        assert "POST" not in page.inner_text("body")
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_the_header_fits_the_screen_of_a_phone(browser, tmp_path, smollm2, swap):
+    name = "a-model-whose-name-is-longer-than-the-screen-of-a-phone-is-wide"
+    for each in (name, "other"):
+        write_endless_llama(tmp_path / "models" / each, smollm2.path, seed=0, context=512)
+    with serving(tmp_path, name, swap=swap) as lab, window(browser, viewport=PHONE) as context:
+        page = open_page(context, lab)
+        shown = page.get_by_label("model", exact=True) if swap else page.locator("header b")
+        expect(shown).to_contain_text(name)
+        expect(shown).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+        boxes = [each.bounding_box() for each in page.locator("header > :visible:not(.hidden, .grow)").all()]
+        assert len({round(box["y"] + box["height"] / 2) for box in boxes}) == 1, "the header is one line"
+        assert all(left["x"] + left["width"] <= right["x"] for left, right in pairwise(boxes))
+        assert boxes[-1]["x"] + boxes[-1]["width"] <= PHONE["width"]
 
 
 @dataclass(frozen=True, kw_only=True)

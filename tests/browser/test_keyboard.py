@@ -62,7 +62,7 @@ def test_a_question_is_edited_saved_and_loaded_by_keyboard(all_panels):
     expect(chat.locator(".user")).to_have_count(0)
     expect(chat.get_by_text("No messages yet")).to_be_visible()
     with page.expect_file_chooser() as chooser:
-        chat.get_by_role("button", name="Load").press("Enter")
+        chat.get_by_role("button", name="Open").press("Enter")
     chooser.value.set_files(saved)
     expect(answers).to_have_text(["Edited."])
     ask_echo(all_panels, "And now?")

@@ -1,5 +1,6 @@
 """Test the metrics panel: what its module draws on an empty page, and its charts, pause and time axis in a notebook."""
 
+import re
 from base64 import b64encode
 
 import pytest
@@ -65,8 +66,9 @@ def page(browser):
     frame = pack_columns(window(samples, window_s=60), samples[-1].at)
     state = {
         "charts": [chart.shown() for chart in CHARTS],
-        **{"minutes": 1, "paused": False, "failures": [], "now": [1] * len(FIELDS), "end": samples[-1].at},
-        "server": {"state": "running", "place": "the kernel's loop", "note": ""},
+        **{"minutes": 1, "paused": False, "failures": [], "clients": []},
+        **{"now": [1] * len(FIELDS), "end": samples[-1].at},
+        "server": {"state": "running", "place": "in this kernel", "note": ""},
     }
     page = browser.new_page()
     errors = []
@@ -142,6 +144,18 @@ def test_the_chart_moves_while_an_answer_streams(panels):
     chart_moves(panels)
     panels.page.keyboard.press("Escape")
     panels.wait(lambda: float(decode.inner_text().split()[0]) == 0, "it is over")
+
+
+def test_a_running_request_is_listed_and_stopped_by_keyboard(panels):
+    requests = panels.panel("Metrics").get_by_role("list", name="running requests").get_by_role("listitem")
+    chat = ask(panels, "Tell me a story.", max_tokens=LONG_ANSWER)
+    expect(requests).to_have_count(1)
+    expect(requests).to_contain_text(re.compile(r"this notebook.*tiny: [\d,]+ tokens.*\d s"))
+    requests.get_by_role("button", name="Stop").press("Enter")
+    expect(requests).to_have_count(0)
+    expect(panels.panel("Metrics").get_by_role("button", name="Pause")).to_be_focused()
+    expect(chat).to_contain_text("the request was stopped on the server")
+    expect(panels.panel("Metrics")).to_contain_text("tiny: request-stopped")
 
 
 def test_a_paused_chart_does_not_change_until_it_is_resumed(panels):

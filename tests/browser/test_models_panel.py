@@ -127,7 +127,7 @@ def test_a_model_is_pinned_and_its_time_to_live_is_set(panels):
     expect(row).to_contain_text("main")
     share = row.get_by_role("meter", name="memory of tiny")
     expect(share).to_have_attribute("aria-valuetext", re.compile(r"^6 MB of [\d.]+ GB$"))
-    pin, ttl = row.get_by_role("button", name="pin tiny"), row.get_by_label("time to live of tiny")
+    pin, ttl = row.get_by_role("button", name="keep tiny loaded"), row.get_by_label("time to live of tiny")
     ttl.select_option("15 min")
     panels.wait(lambda: kept(panels) == "False 900.0", "the time to live has changed")
     pin.press("Space")

@@ -1,6 +1,7 @@
 """Test saved notebooks: their size, and what they display without a kernel."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -75,6 +76,7 @@ def test_without_a_kernel_the_snapshot_is_shown(tab, saved, closing):
     expect(tab.outputs(2)).to_contain_text("tiny-two")
     expect(tab.outputs(2)).to_contain_text("Metrics")
     expect(tab.outputs(2)).to_contain_text(QUESTION)
+    expect(tab.outputs(2).get_by_text(re.compile(r"^as of [\d-]{10} [\d:]{8}$"))).to_be_visible()
     charts = tab.outputs(2).locator("img[alt^='Decode']")
     expect(charts).to_have_count(1)
     assert charts.evaluate("image => image.complete && image.naturalWidth > 0")

@@ -69,7 +69,7 @@ def test_an_idle_unload_is_reported_by_events_and_readiness(echo_home):
         ready = http.get("/readyz")
         error = ready.json()["error"]
         assert (ready.status_code, error["code"]) == (503, "no-model-loaded")
-        assert "echo was unloaded because no request came for 0.2 s" in error["message"]
+        assert "echo was unloaded because it was idle" in error["message"]
         assert not [name for name in scrape(http) if name.startswith("model_loaded")]
 
 

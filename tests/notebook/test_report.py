@@ -18,7 +18,7 @@ from lmx_lab.wire.admin import Compute, ModelRecords
 from tests.support.panels import Page, contrast, record, server_sample
 from tests.support.samples import request_end
 
-STATE = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400", model="tiny")
+STATE = ServerState(state="running", place="in this kernel", url="http://127.0.0.1:8400", model="tiny")
 HOSTILE = "<script>alert(1)</script><img src='http://evil.example/x' onerror=\"x\">\x00\u202e\ud800&amp;"
 
 
@@ -32,7 +32,7 @@ def snapshot(*models, state=STATE, now=None):
 def test_a_snapshot_has_server_model_measurements_machine_and_versions():
     taken = snapshot("tiny", now=server_sample(1, memory_active_gb=1.5, queued_requests=3))
     for text in (repr(taken), taken._repr_html_().replace("&#x27;", "'")):
-        for words in ("running, on the kernel's loop", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
+        for words in ("running in this kernel", "127.0.0.1:8400", "tiny", "3 waiting", "1.50 GB", "cores"):
             assert words in text
         assert all(f"{name} " in text for name in ("lmx-lab", "mlx", "mlx-lm", "python"))
 

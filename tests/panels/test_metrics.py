@@ -10,6 +10,7 @@ from itertools import pairwise
 import pandas as pd
 import pytest
 
+from lmx_lab.errors import RequestStoppedError
 from lmx_lab.panels.metrics import MAX_FAILURES, MAX_POINTS, MetricsPanel, pack_columns, window
 from lmx_lab.panels.panel import source
 from lmx_lab.panels.summary import CHARTS, FIELDS
@@ -247,6 +248,24 @@ def test_the_panel_shows_the_work_of_a_real_lab(lab, real_workbench):
     assert panel.df["decode_tokens_per_second"].max() > 0
     reader.until(lambda panel: max(unpacked(panel.frame)[1 + DECODE]) > 0)
     assert panel.now[FIELDS.index("memory_total_gb")] > 0
+
+
+def test_running_requests_are_listed_and_one_is_stopped(lab, real_workbench):
+    lab.load("tiny")
+    reader = Reader(MetricsPanel(real_workbench))
+    stream = lab.chat("Count.", stream=True, max_tokens=20_000, ignore_eos=True)
+    next(pieces := iter(stream))
+    reader.until(lambda panel: panel.clients and "tokens" in panel.clients[0]["cells"][1])
+    (client,) = reader.panel.clients
+    assert client["cells"][0] == "this notebook"
+    assert re.fullmatch(r"tiny: [\d,]+ tokens", client["cells"][1])
+    assert re.fullmatch(r"\d+ s", client["cells"][2])
+    assert reader.ask("stop", request_id=client["id"]) == client["id"]
+    with pytest.raises(RequestStoppedError):
+        list(pieces)
+    reader.until(lambda panel: panel.clients == [])
+    with pytest.raises(Refused, match="no running request"):
+        reader.ask("stop", request_id=client["id"])
 
 
 def test_the_last_failed_requests_of_any_client_are_listed(watched, workbench):

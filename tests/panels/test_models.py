@@ -44,7 +44,7 @@ def test_refresh_shows_the_list(reader, backend):
     assert reader.panel.rows[0]["cells"] == ["chat", "mlx", "mlx", "250 MB", "4-bit", "512", "", "loaded, 10 MB"]
     assert cells(reader.panel) == {
         "tiny": ("loaded, 10 MB", ""),
-        "mini": ("pinned, 1.50 GB", ""),
+        "mini": ("kept loaded, 1.50 GB", ""),
         "other": ("loaded", ""),
         **dict.fromkeys(("now", "after-unloading", "not-here"), ("on disk", "Load")),
     }
@@ -149,6 +149,7 @@ def test_each_model_in_memory_has_a_row(reader, backend):
             "leaving": False,
             "memory": "10 MB of 16.00 GB",
             "fraction": 0.000625,
+            "engine": "on mlx, context 512",
             "idle": "idle",
             "ttl": "3600",
             "ttls": choices,
@@ -161,6 +162,7 @@ def test_each_model_in_memory_has_a_row(reader, backend):
             "leaving": False,
             "memory": "4.00 GB of 16.00 GB",
             "fraction": 0.25,
+            "engine": "on mlx, context 512",
             "idle": "idle for 3 min",
             "ttl": "90",
             "ttls": [*choices[:2], ["90", "90 s"], *choices[2:]],
@@ -173,6 +175,7 @@ def test_each_model_in_memory_has_a_row(reader, backend):
             "leaving": False,
             "memory": "500 MB of 16.00 GB",
             "fraction": 0.03125,
+            "engine": "on mlx, context 512",
             "idle": "idle for 121 min",
             "ttl": "never",
             "ttls": choices,
@@ -520,7 +523,7 @@ def test_the_snapshot_has_the_list_without_a_view(workbench, backend, compact):
     backend.set_state(model="tiny", others=("mini",), lan_url="http://10.0.0.2:8400")
     backend.records = [record("<script>alert(1)</script>", loaded=True, vram_gb=0.01)]
     html = ModelsPanel(workbench, compact=compact).snapshot_html()
-    assert "running, on the kernel&#x27;s loop" in html
+    assert "running in this kernel" in html
     assert ">&lt;script&gt;alert(1)&lt;/script&gt;</td>" in html
     assert "http://10.0.0.2:8400" in html
     assert "loaded, 10 MB" in html

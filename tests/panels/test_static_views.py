@@ -37,7 +37,8 @@ def test_the_cell_that_displayed_panels_has_what_they_showed_last():
     images = [
         base64.b64decode(image).decode() for image in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', metrics)
     ]
-    assert len(images) == 4
+    headings = [re.findall('<text x="4" y="16"[^>]*>(.*?)</text>', image) for image in images]
+    assert headings == [["Decode, tok/s"], ["Prefill, tok/s"], ["Requests"], ["Memory, GB"]]
     assert all("<svg xmlns=" in image and "<script" not in image for image in images)
     assert "Requests" in metrics
 
@@ -70,6 +71,7 @@ def test_a_snapshot_is_sent_again_only_after_a_change(sent):
     views.refresh()
     html, options = sent[-1]
     assert "two" in html
+    assert re.search(r">as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d</div>", html)
     assert options == {"raw": True, "display_id": sent[1][1]["display_id"], "update": True}
 
 

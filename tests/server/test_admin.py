@@ -68,15 +68,19 @@ def test_messages_lose_paths_and_keep_routes_and_addresses(text, public):
     ("now", "code", "part"),
     [
         (EngineSnapshot(), "no-model-loaded", "POST /admin/models/load"),
-        (EngineSnapshot(state="loading"), "no-model-loaded", "the engine is loading"),
-        (EngineSnapshot(unloaded_model="tiny", unload_cause="requested"), "no-model-loaded", "the engine is empty"),
-        (EngineSnapshot(unloaded_model="tiny", unload_cause="idle"), "no-model-loaded", "no request came for 300 s"),
+        (EngineSnapshot(state="loading"), "no-model-loaded", "a model is being loaded"),
+        (EngineSnapshot(unloaded_model="tiny", unload_cause="requested"), "no-model-loaded", "tiny was unloaded; load"),
+        (
+            EngineSnapshot(unloaded_model="tiny", unload_cause="idle"),
+            "no-model-loaded",
+            "was idle; load it again",
+        ),
         (EngineSnapshot(unloaded_model="tiny", unload_cause="memory"), "oom-unloaded", "load it again, or a smaller"),
         # While a model is loading, the earlier state is not mentioned.
         (
             EngineSnapshot(state="loading", unloaded_model="tiny", unload_cause="memory"),
             "no-model-loaded",
-            "the engine is loading",
+            "a model is being loaded",
         ),
         (EngineSnapshot(state="dead"), "internal-error", "the engine has died"),
         (in_memory(TINY_ENTRY, active_requests=1, progress_at=-math.inf), "internal-error", "has made no step"),
@@ -86,6 +90,13 @@ def test_each_reason_has_its_code_and_names_the_next_step(now, code, part):
     error = problem(now, settings=Settings(idle_unload_s=300, stall_limit_s=60))
     assert (status_of(error), error.code) == (503, code)
     assert part in error.message
+    # Callers on other machines cannot load a model.
+    elsewhere = problem(now, settings=Settings(idle_unload_s=300, stall_limit_s=60), local=False)
+    assert elsewhere.code == code
+    assert "POST" not in elsewhere.message
+    assert ("ask the person who runs this server" in elsewhere.message) == ("POST" in error.message)
+    allowed = problem(now, settings=Settings(idle_unload_s=300, stall_limit_s=60, lan_admin=True), local=False)
+    assert allowed.message == error.message
 
 
 def test_a_loaded_model_is_ready_only_while_its_engine_runs():

@@ -21,7 +21,16 @@ from lmx_lab.panels.summary import FIELDS
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.models import DiskUse, EngineChoice, LoadReport, LoadSpec, ModelEvent, Stored, TimeToLive
 from lmx_lab.values.outputs import Delta, FinishReason, Vectors
-from lmx_lab.wire.admin import EngineRecord, KeepAnswer, ModelRecord, ModelRecords, Preference, RequestEvent, Sample
+from lmx_lab.wire.admin import (
+    EngineRecord,
+    KeepAnswer,
+    ModelRecord,
+    ModelRecords,
+    Preference,
+    RequestEvent,
+    RunningRequest,
+    Sample,
+)
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.events import EVENT_CLASSES
@@ -71,7 +80,7 @@ class ScriptedBackend:
 
     def __init__(self) -> None:
         self.job = ""
-        self.now = ServerState(state="running", place="the kernel's loop", url="http://127.0.0.1:8400")
+        self.now = ServerState(state="running", place="in this kernel", url="http://127.0.0.1:8400")
         self.measured: Sample | None = None
         self.preference: Preference | None = None
         self.engines = [
@@ -103,6 +112,9 @@ class ScriptedBackend:
     async def events(self) -> AsyncGenerator[ModelEvent | RequestEvent, None]:
         while True:
             yield await _next(self.published)
+
+    async def clients(self) -> list[RunningRequest]:
+        return []
 
     async def models(self) -> ModelRecords:
         self.scans += 1

@@ -337,7 +337,11 @@ const generate = async (target) => {
     ].filter(Boolean).join(" · ");
   } catch (error) {
     if (error.name === "AbortError") message.stats = "stopped";
-    else message.error = error.message;
+    else {
+      message.error = error.message;
+      // The reason in the note is for the person who reads it, and not for a program.
+      if (error.status === 503) await poll().then(() => (message.error = server.error?.message ?? error.message));
+    }
     if (error.status === 401) askKey(error.message);
     if (error.status === 0) poll();
   }
@@ -428,9 +432,10 @@ const loadModels = async () => {
   try {
     const { models } = await getJson("admin/models");
     const ids = models.filter(({ kind, problem }) => kind === "chat" && !problem).map(({ id }) => id);
-    model.replaceChildren(h("option", { value: "" }, "the loaded model"), ...ids.map((id) => h("option", { value: id }, id)));
+    model.replaceChildren(h("option", { value: "" }, server.model ? "loaded: " + server.model : "the loaded model"), ...ids.map((id) => h("option", { value: id }, id)));
     model.value = ids.includes(chat.model) ? chat.model : "";
     model.hidden = !server.swap || ids.length < 2;
+    name.hidden = !model.hidden;
   } catch (error) {
     if (error.status === 401) askKey(error.message);
   }
@@ -450,6 +455,7 @@ const poll = async () => {
   note("model", isReachable && !ready ? "No model is ready: " + (error?.message ?? "load one first") + "." + (swap ? " A question loads the selected model." : "") : "");
   note("recorded", recorded ? "This server records all requests, including your questions and the answers." : "");
   set(name, server.model || "no model");
+  name.title = server.model ?? "";
   if (isReachable && (!before.isReachable || before.model !== server.model || before.swap !== swap)) loadModels();
   if (!document.hidden) timer = setTimeout(poll, POLL_MS);
 };
