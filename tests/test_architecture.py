@@ -135,7 +135,7 @@ LATER = "is imported when its command runs; completion and --help do not import 
 SUBJECTS = {
     "engine.llama_cpp.worker": "a script that imports no other module of the package",
     "bench.http_stream": "a protocol: HTTP/1.1 responses with the time of each piece",
-    **dict.fromkeys(("cli.chat", "cli.daemon", "cli.doctor", "cli.events", "cli.labs"), COMMAND),
+    **dict.fromkeys(("cli.chat", "cli.daemon", "cli.doctor", "cli.events"), COMMAND),
     **dict.fromkeys(("cli.bench_tables", "cli.event_printer", "cli.server"), LATER),
     "daemon.app": "the application of the daemon",
     "daemon.turns.message": "pure code: a message from the pieces of a stream",

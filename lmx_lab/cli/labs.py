@@ -1,24 +1,32 @@
-"""Provide ``lmx-lab load``, ``lmx-lab unload`` and ``lmx-lab discover``: change the model of a lab, and list labs."""
+"""Provide the commands for running labs: ``load``, ``unload``, ``keep``, ``status`` and ``discover``."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import sys
 from collections.abc import Iterator
-from typing import Annotated, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 import lmx_lab
+from lmx_lab.cli import FAILED
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.options import Command, epilog
 from lmx_lab.cli.terminal import out, print_line, print_note, single_line
+from lmx_lab.errors import LabError, UnreachableError
 from lmx_lab.extras import install_command
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
 from lmx_lab.values.models import EngineChoice, LoadOptions, TimeToLive
+
+if TYPE_CHECKING:
+    from lmx_lab.wire.admin import ModelRecord
 
 app = typer.Typer()
 NEEDS_LAB = "a running lab: lmx-lab serve, or launch() in a notebook"
@@ -132,6 +140,73 @@ def keep(
     """Change how long a loaded model of a running lab stays in memory."""
     with _running_lab(url, api_key) as lab:
         print_line(repr(lab.keep(_absolute(model), pin=pin, ttl_s=_seconds(ttl))))
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab status",
+        "lmx-lab status --json | jq -r '.labs[].models[].id'",
+        status="0 if a lab is running, 1 if none is, 2 if an argument is not valid",
+    ),
+)
+def status(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+) -> None:
+    """List the running labs of this user with the models in their memory, and the daemon."""
+    from lmx_lab.daemon.home import read_state
+
+    settings = Settings.read()
+    labs = {url: [record for record in records if record.loaded] for url, records in _models_of_labs(settings).items()}
+    daemon = None
+    with contextlib.suppress(LabError):
+        daemon = read_state(settings.daemon_folder)
+    address = None if daemon is None else local_url(daemon.host, daemon.port)
+    if as_json:
+        shown = ("id", "engine", "main", "pinned", "vram_gb", "loaded_context_length", "slots")
+        listed = [
+            {"url": url, "models": [{name: getattr(record, name) for name in shown} for record in records]}
+            for url, records in labs.items()
+        ]
+        print_line(json.dumps({"labs": listed, "daemon": address}))
+    else:
+        for url, records in labs.items():
+            models = [f"{each.id} on {each.engine}, {each.vram_gb or 0:.2f} GB" for each in records]
+            print_line(f"lab at {url}: {'; '.join(models) or 'no model is loaded'}")
+        if address is not None:
+            print_line(f"daemon at {address}")
+        if not labs:
+            print_note("no lab is running; start one with lmx-lab serve --model smollm2-135m")
+    if not labs:
+        sys.exit(FAILED)
+
+
+def _models_of_labs(settings: Settings) -> dict[str, list[ModelRecord]]:
+    """Return the models of each running lab of this home, by the lab's address. A lab that refuses is reported."""
+    from lmx_lab.doctor.ports import running_labs
+
+    found: dict[str, list[ModelRecord]] = {}
+    # macOS does not list the programs that listen on ports, and a lab may have another home.
+    for url in dict.fromkeys([*(lab.url for lab in running_labs(settings)), local_url(settings.host, settings.port)]):
+        try:
+            with lmx_lab.attach(url, api_key=settings.api_key) as lab:
+                found[url] = lab.models()
+        except UnreachableError:
+            continue
+        except LabError as exc:
+            print_note(f"the lab at {url} does not list its models: {exc.message}")
+    return found
+
+
+def loaded_models(settings: Settings) -> dict[Path, str]:
+    """Return the models that running labs have in memory, by their paths, each with the command that unloads it."""
+    return {
+        Path(record.path): f"lmx-lab unload {record.id} --url {url}"
+        for url, records in _models_of_labs(settings).items()
+        for record in records
+        if record.loaded
+    }
 
 
 def _seconds(ttl: str | None) -> TimeToLive | None:

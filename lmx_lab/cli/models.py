@@ -1,10 +1,12 @@
-"""Provide ``lmx-lab pull``, ``quantize``, ``models``, ``plan`` and ``storage``: download, copy, list and delete models,
-and plan their loads.
+"""Provide ``lmx-lab pull``, ``quantize``, ``models``, ``plan``, ``rm`` and ``storage``: download, copy, list and delete
+models, and plan their loads.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from lmx_lab.cli.completion import complete_pull
+from lmx_lab.cli.completion import complete_model, complete_pull
 from lmx_lab.cli.options import Command, epilog, settings_with_folders, with_load_options
 from lmx_lab.cli.terminal import is_interactive, out, print_line, print_note, read_line, single_line
 from lmx_lab.errors import InvalidRequestError
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 MAX_CELL_CHARACTERS = 1000
+JSON_FIELDS = (
+    *("id", "kind", "format", "quantization", "size_bytes", "context_length"),
+    *("source", "path", "aliases", "copy", "warning"),
+)
+"""The fields of ``ModelEntry`` that ``lmx-lab models --json`` prints."""
 MAX_TABLE_WIDTH = 4 * MAX_CELL_CHARACTERS
 
 
@@ -70,6 +77,10 @@ def pull(
             format_ = preferred_engine(read_speeds(settings)).format if is_choice else None
             entry = catalog.fetch(model, progress.update, format=format_)
     print_line(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
+    from lmx_lab.doctor.engines import check_copies
+
+    for finding in check_copies(settings, only=entry.id):
+        print_note(finding.text)
 
 
 @app.command(
@@ -108,6 +119,7 @@ def quantize(
     cls=Command,
     epilog=epilog(
         "lmx-lab models",
+        "lmx-lab models --json | jq -r '.models[].id'",
         "lmx-lab models --models /data/a              a folder in addition",
         "LMX_LAB_MODEL_FOLDERS=/data/a lmx-lab models  the same",
     ),
@@ -116,13 +128,14 @@ def models(
     folders: Annotated[
         list[Path] | None, typer.Option("--models", help="Additional folder with models. Repeatable.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """List the models on the disk: in the lab's own folder, in the hub's cache, in the folders of other programs
     (Ollama, LM Studio, llama.cpp), and in additional folders.
 
     The list goes to standard output, hints on the next step to standard error.
     """
-    from lmx_lab.engine.engines import ENGINES
+    from lmx_lab.engine.engines import ENGINES, engine_for
     from lmx_lab.engine.speeds import preferred_engine, read_speeds
     from lmx_lab.weights import Catalog
     from lmx_lab.weights.starters import STARTERS
@@ -130,6 +143,13 @@ def models(
     settings = settings_with_folders(model_folders=folders or None)
     listing = Catalog(settings).listing()
     entries = listing.entries
+    if as_json:
+        shown = [
+            {name: asdict(entry)[name] for name in JSON_FIELDS} | {"engine": engine_for(entry.format).name}
+            for entry in entries
+        ]
+        print_line(json.dumps({"models": shown, "problem": listing.problem}, default=str))
+        return
     if listing.problem is not None:
         print_note(listing.problem)
     if entries:
@@ -184,8 +204,6 @@ def plan(
     Only headers of files are read; those of a model that is not on the disk are read from the hub.
     """
     import asyncio
-    import json
-    from dataclasses import asdict
 
     from lmx_lab.engine import ModelManager
     from lmx_lab.results.tables import align_columns
@@ -198,6 +216,51 @@ def plan(
     print_line(single_line(f"{found.model} on {found.engine}", most=MAX_CELL_CHARACTERS))
     for line in align_columns([(name, single_line(text, most=MAX_CELL_CHARACTERS)) for name, text in found.rows()]):
         print_line(line)
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab rm smollm2-135m              all its formats and quantized copies",
+        "lmx-lab rm org/name:Q4_K_M --yes     one model of a repository, without a question",
+    ),
+)
+def rm(
+    models: Annotated[list[str], typer.Argument(help="Models on the disk.", autocompletion=complete_model)],
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking for confirmation.")] = False,
+) -> None:
+    """Delete models from the disk, after a list of their files, sizes and other users.
+
+    A model that a running lab has loaded is not deleted, and neither are files of other programs.
+    """
+    from lmx_lab.cli.labs import loaded_models
+    from lmx_lab.weights.usage import find_model, remove_stored
+
+    settings = settings_with_folders()
+    loaded = loaded_models(settings)
+    # All names are checked before anything is deleted.
+    for files in [find_model(settings, name, loaded=loaded) for name in dict.fromkeys(models)]:
+        for line in files.lines():
+            print_note(line)
+        if _is_confirmed(files.model, yes=yes):
+            for item in files.items:
+                remove_stored(settings, item)
+            print_line(f"deleted {files.model}: {files.size_bytes / 1e6:,.1f} MB")
+
+
+def _is_confirmed(name: str, *, yes: bool) -> bool:
+    """Ask whether to delete something.
+
+    Raises:
+        InvalidRequestError: there is no terminal for the question.
+    """
+    if not yes and not is_interactive():
+        raise InvalidRequestError(f"{name} was not deleted: the question needs a terminal; add --yes")
+    if yes or read_line(f"Delete {name}? [y/N] ").strip().lower() in ("y", "yes"):
+        return True
+    print_note(f"{name} was kept")
+    return False
 
 
 @app.command(
@@ -235,13 +298,9 @@ def storage(
     for item in [find_stored(settings, name) for name in dict.fromkeys(remove)]:
         size = f"{item.size_bytes / 1e6:,.1f} MB"
         print_note(f"{item.name}: {item.what}, {size} at {item.path}")
-        if not yes and not is_interactive():
-            raise InvalidRequestError(f"{item.name} was not deleted: the question needs a terminal; add --yes")
-        if yes or read_line(f"Delete {item.name}? [y/N] ").strip().lower() in ("y", "yes"):
+        if _is_confirmed(item.name, yes=yes):
             remove_stored(settings, item)
             print_line(f"deleted {item.name}: {size}")
-        else:
-            print_note(f"{item.name} was kept")
 
 
 def _print_wide(table: Table) -> None:

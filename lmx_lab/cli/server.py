@@ -120,6 +120,9 @@ async def _start(lab: lmx_lab.Lab, spec: LoadSpec | None, first: asyncio.Task[Lo
     if spec is not None:
         # Joins the load if it is in progress.
         report = await lab.aload(spec.model, **spec.options)
+        if first is not None and first.done() and first.result().model == report.model:
+            # If the load has ended before, the later report has no duration.
+            report = first.result()
         print_line(repr(report))
     seconds = f"started in {time.perf_counter() - STARTED_S:.1f} s"
     print_line(

@@ -60,12 +60,18 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
     yield _compare_speeds(settings, measure=measure)
 
 
-def check_copies(settings: Settings) -> Iterator[Finding]:
-    """Report the quantized copies, and for which models a copy may be faster on this machine."""
+def check_copies(settings: Settings, *, only: str | None = None) -> Iterator[Finding]:
+    """Report the quantized copies, and for which models a copy may be faster on this machine.
+
+    Args:
+        only: The id of the only model to report on; by default all models.
+    """
     if preferred_engine(read_speeds(settings)).name != "llama.cpp":
         return
     models = by_model(entry for entry in Catalog(settings).scan() if (entry.format, entry.kind) == ("gguf", "chat"))
     for name, entries in models.items():
+        if only not in (None, name):
+            continue
         copies = [entry.copy for entry in entries if entry.copy is not None]
         for copy in copies:
             yield Finding(topic="quantized", verdict="fine", found=copy.describe(name))
@@ -74,6 +80,7 @@ def check_copies(settings: Settings) -> Iterator[Finding]:
                 topic="quantized",
                 verdict="note",
                 found=f"{name} has weights of type {slow}, for which llama.cpp has no fast kernels",
+                means="a quantized copy, which is loaded instead of it, may answer faster",
                 remedy=f"lmx-lab quantize {name}",
             )
 

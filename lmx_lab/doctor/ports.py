@@ -92,14 +92,19 @@ def check_port(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def check_labs(settings: Settings) -> Iterator[Finding]:
-    """Check that at most one lab of this home uses the usual ports, because each lab keeps its own model in memory."""
+def running_labs(settings: Settings) -> list[Listener]:
+    """Return the labs of this home that listen on the usual ports; none on macOS, as ``list_listeners``."""
     usual = {*range(settings.port, settings.port + PORTS_TRIED + 1)}
     usual |= {*range(Settings.port, Settings.port + PORTS_TRIED + 1)}
     home = settings.home.resolve()
     candidates = [each for each in list_listeners() if each.port in usual and _home_of(each) == home]
     with ThreadPoolExecutor(16, thread_name_prefix="lmx-lab-doctor") as pool:
-        labs = [each for each, is_lab in zip(candidates, pool.map(_is_lab, candidates), strict=True) if is_lab]
+        return [each for each, is_lab in zip(candidates, pool.map(_is_lab, candidates), strict=True) if is_lab]
+
+
+def check_labs(settings: Settings) -> Iterator[Finding]:
+    """Check that at most one lab of this home uses the usual ports, because each lab keeps its own model in memory."""
+    labs = running_labs(settings)
     if len(labs) < 2:
         found = f"one lab is running, {labs[0].url} ({labs[0]})" if labs else "no lab of this home is running"
         yield Finding(topic="labs", verdict="fine", found=found)

@@ -112,8 +112,7 @@ class InMemory:
         if (found := self.named(name, ANY_KIND, local=local)) is not None:
             return found
         models = [model for model in self.models if not model.pinned] or self.models
-        ids, verb = ", ".join(model.entry.id for model in models) or "no model", "are" if len(models) > 1 else "is"
-        raise InvalidRequestError(f"{name[:200]} is not loaded, {ids} {verb}", param="model")
+        raise InvalidRequestError(not_loaded(name, [model.entry.id for model in models]), param="model")
 
     def with_newest(self, model: Model, *, as_main: bool, replaced: Model | None = None) -> InMemory:
         """Return the models after one was loaded, or was in memory and is loaded again.
@@ -201,6 +200,13 @@ def is_idle_path(name: str, now: EngineSnapshot) -> bool:
 # Refusals
 
 
+def not_loaded(name: str, loaded: Sequence[str]) -> str:
+    """Return the message for a model that is not in memory, with the ids of those that are."""
+    ids = ", ".join(loaded[:-1]) + " and " * (len(loaded) > 1) + loaded[-1] if loaded else "no model"
+    similar = did_you_mean(name, loaded) or ";"
+    return f"{name[:200]} is not loaded{similar} {ids} {'are' if len(loaded) > 1 else 'is'} loaded"
+
+
 def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
     """Return the error of a request that no model in memory can answer.
 
@@ -222,9 +228,8 @@ def refusal(now: EngineSnapshot, name: str | None, kinds: Kinds) -> LabError:
     if name is not None:
         removable = [state.entry for state in now.models if not state.pinned or state is now.main]
         loaded = encoders if encoders and kinds != CHAT else removable
-        ids = ", ".join(entry.id for entry in loaded) or "none"
-        verb = "are" if len(loaded) > 1 else "is"
-        return OtherModelLoadedError(f"{name[:200]} is not loaded, {ids} {verb}; {REMEDIES[kinds[0]]}", param="model")
+        text = not_loaded(name, [entry.id for entry in loaded])
+        return OtherModelLoadedError(f"{text}; {REMEDIES[kinds[0]]}", param="model")
     if kinds == CHAT:
         assert main is not None
         return NotLoadedError(f"{main.id} is {KINDS_IN_WORDS[main.kind]} and does not chat; {LOAD_FIRST}")

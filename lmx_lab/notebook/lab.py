@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 
-from lmx_lab.arguments import Documents, Prompt, rerank_body
+from lmx_lab.arguments import Documents, Prompt, model_name, rerank_body
 from lmx_lab.backend import Backend
 from lmx_lab.batch import map as batch_map
 from lmx_lab.batch import search
@@ -35,6 +35,7 @@ from lmx_lab.notebook.results import RerankResult
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.settings import Settings
+from lmx_lab.values.models import ModelFiles
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -55,7 +56,7 @@ CLOSED = Closed()
 P = ParamSpec("P")
 T = TypeVar("T")
 NAMES = {
-    "models": ("load", "unload", "keep", "model", "models", "plan"),
+    "models": ("load", "unload", "keep", "model", "models", "plan", "delete_model"),
     "ask": ("chat", "complete", "tokenize", "embed", "rerank"),
     "tables": ("map", "embed_frame", "search", "evaluate", "experiments", "compare", "bench"),
     "look inside": (
@@ -80,7 +81,7 @@ def of_backend(
 class Lab:
     """An inference server, in this process or another one, with methods to load models and to send requests.
 
-    - models: ``load``, ``unload``, ``keep``, ``model``, ``models``, ``plan``
+    - models: ``load``, ``unload``, ``keep``, ``model``, ``models``, ``plan``, ``delete_model``
     - ask: ``chat``, ``complete``, ``tokenize``, ``embed``, ``rerank``
     - tables: ``map``, ``embed_frame``, ``search``, ``evaluate``, ``experiments``, ``compare``, ``bench``
     - look inside: ``requests``, ``explore``, ``timeline``, ``hooks``, ``trace``, ``logit_lens``, ``attention``,
@@ -207,6 +208,22 @@ class Lab:
     keep, akeep = of_backend(loading.keep)
     models, amodels = of_backend(results.models)
     plan, aplan = of_backend(loading.plan)
+
+    async def _delete_model(self, model: str | os.PathLike[str], *, yes: bool = False) -> ModelFiles:
+        """Return what would be deleted with a model: files, sizes, and what else uses them; ``yes=True`` deletes it.
+
+        An id means all formats on the disk and quantized copies. Files of other programs are never deleted.
+
+        Raises:
+            ModelNotFoundError: there is no such model on the disk.
+            ModelBusyError: it is loaded.
+            InvalidRequestError: its files are not the lab's, or the server runs in another process.
+        """
+        if self._local is None:
+            raise InvalidRequestError("an attached lab deletes no models; run lmx-lab rm where its server runs")
+        return await on_loop(self.backend.portal, self._local.delete_model(model_name(model), yes=yes))
+
+    delete_model, adelete_model = both(_delete_model)
 
     async def _pin_encoders(self) -> None:
         """Load the models that the settings ``embedder`` and ``reranker`` name, and keep them in memory.

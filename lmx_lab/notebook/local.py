@@ -48,6 +48,7 @@ from lmx_lab.values.models import (
     LoadSpec,
     ModelEntry,
     ModelEvent,
+    ModelFiles,
     Stored,
     TimeToLive,
     capacity_in_words,
@@ -62,7 +63,7 @@ from lmx_lab.values.tracing import Trace
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.files import in_thread as in_disk_thread
 from lmx_lab.weights.fingerprint import known_content_digest
-from lmx_lab.weights.usage import disk_use, find_stored, remove_stored
+from lmx_lab.weights.usage import disk_use, find_model, find_stored, remove_stored
 from lmx_lab.wire.admin import (
     KeepAnswer,
     ModelRecords,
@@ -318,6 +319,22 @@ class LocalServer:
         daemon.start()
         self.daemon = daemon
         return daemon
+
+    async def delete_model(self, name: str, *, yes: bool) -> ModelFiles:
+        """Find the files of a model on the disk, and delete them with ``yes``; see ``find_model``."""
+        loaded = {
+            entry.path: f"lab.unload({state.entry.id!r})"
+            for state in self.engine.snapshot.models
+            for entry in filter(None, (state.entry, state.entry.draft))
+        }
+
+        def work() -> ModelFiles:
+            files = find_model(self.settings, name, loaded=loaded)
+            for item in files.items if yes else ():
+                remove_stored(self.settings, item)
+            return replace(files, deleted=yes)
+
+        return await in_disk_thread(work)
 
     # Description
 

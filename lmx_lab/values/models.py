@@ -367,6 +367,11 @@ def by_model(entries: Iterable[ModelEntry]) -> dict[str, list[ModelEntry]]:
     return models
 
 
+HUB_MODEL = "model in the hub cache"
+LISTED_FILES = 5
+"""Files of an item that ``ModelFiles`` lists."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """Something that takes space on the disk: a model, results, or files of another program."""
@@ -386,6 +391,45 @@ class Stored:
     @property
     def size_bytes(self) -> int:
         return sum(size for _, size in self.files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """What is deleted with a model."""
+
+    model: str
+    items: tuple[Stored, ...]
+    """Its files in every format that the name means, with quantized copies."""
+    links: tuple[Path, ...] = ()
+    """Models in other folders that link to these files, and cannot be loaded without them."""
+    kept: tuple[Stored, ...] = ()
+    """Places with files of the same model that are not deleted here, such as those of Ollama."""
+    deleted: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(item.size_bytes for item in self.items)
+
+    def lines(self) -> list[str]:
+        """Return the files, their sizes, and who else uses them, as lines of text."""
+        lines = []
+        for item in self.items:
+            lines.append(f"{item.name}: {item.what}, {item.size_bytes / 1e6:,.1f} MB at {item.path}")
+            lines += [f"  {size / 1e6:>10,.1f} MB  {name}" for name, size in item.files[:LISTED_FILES]]
+            if (more := len(item.files) - LISTED_FILES) > 0:
+                lines.append(f"  and {more} smaller files")
+        if any(item.what == HUB_MODEL for item in self.items):
+            lines.append("other programs, such as transformers, may use files in the hub cache")
+        lines += [f"{path} links to these files, and cannot be loaded without them" for path in self.links]
+        lines += [f"kept: {item.what} at {item.path}; {item.remedy}" for item in self.kept]
+        return lines
+
+    def __repr__(self) -> str:
+        size = f"{self.size_bytes / 1e6:,.1f} MB"
+        if self.deleted:
+            return "\n".join([f"deleted {self.model}: {size}", *self.lines()])
+        hint = f"nothing was deleted; lab.delete_model({self.model!r}, yes=True) deletes this: {size}"
+        return "\n".join([*self.lines(), hint])
 
 
 @dataclass(frozen=True, kw_only=True)

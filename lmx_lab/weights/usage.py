@@ -5,16 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from lmx_lab.errors import InvalidRequestError, StorageFullError, did_you_mean
+from lmx_lab.errors import (
+    InvalidRequestError,
+    ModelBusyError,
+    ModelNotFoundError,
+    StorageFullError,
+    UnusableModelError,
+    did_you_mean,
+)
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import DiskUse, Stored
+from lmx_lab.values.models import ECHO, HUB_MODEL, DiskUse, ModelEntry, ModelFiles, Stored
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.gguf.names import parts_of
 from lmx_lab.weights.hub import cache_folder, repo_folder, repositories
-from lmx_lab.weights.locations import copy_locations, folder_locations
+from lmx_lab.weights.locations import copy_locations, folder_locations, hub_locations
 from lmx_lab.weights.programs import program_folders
 from lmx_lab.weights.store import TEMP_NAME, existing_parent, lock_model
 
@@ -25,8 +33,8 @@ PROGRAMS = {
 }
 ADDITIONAL = "its files are your own; delete them in the folder"
 DAEMON = "delete a session with its method delete(); old events expire"
-NO_MODELS = ("benchmark runs", "unfinished downloads", "prefix cache")
-"""Kinds of items that are deleted without the lock of a model."""
+MODELS = ("model", "link to a model", "quantized copy", HUB_MODEL)
+"""Kinds of items that are models, which are deleted with the lock of the model."""
 
 
 def disk_use(settings: Settings) -> DiskUse:
@@ -57,13 +65,88 @@ def find_stored(settings: Settings, name: str) -> Stored:
     return item
 
 
+def find_model(settings: Settings, name: str, *, loaded: Mapping[Path, str]) -> ModelFiles:
+    """Return what is deleted with a model: an id means all its formats on this disk, an alias or a path means one.
+
+    Args:
+        loaded: The models in memory by their paths, each with the command or call that unloads it.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+        ModelBusyError: it is loaded.
+        InvalidRequestError: all its files are those of other programs, or the user's own; the message says how to
+            delete them.
+    """
+    items = disk_use(settings).items
+    found = {item.path: item for item in items if item.name == name and item.what in MODELS}
+    kept: dict[Path, Stored] = {}
+    entries: list[ModelEntry] = []
+    try:
+        entries = [entry for entry in Catalog(settings).find_formats(name) if entry.format != ECHO.format]
+    except (ModelNotFoundError, UnusableModelError):
+        # A damaged model, or a repository with several models, is deleted by the name that ``disk_use`` shows.
+        if not found:
+            raise
+    for entry in entries:
+        places = [item for item in items if _contains(item, entry.path)]
+        # Folders of others come first, because their files are never deleted.
+        item = next((it for it in places if it.remedy), places[0] if places else None)
+        if item is None or item.remedy:
+            own = Stored(name=name, what="file", path=entry.path, files=(), remedy=ADDITIONAL)
+            kept[entry.path] = item or own
+        elif item.path not in found:
+            if item.what == HUB_MODEL:
+                item = _part_of_repository(item, entry)
+            found[item.path] = item
+    if not found:
+        remedies = "; ".join(f"{path}: {item.remedy}" for path, item in kept.items()) or f"{name} has no files"
+        raise InvalidRequestError(f"{name[:200]} is not deleted here: {remedies}", param="model")
+    for path, remedy in loaded.items():
+        if any(_contains(item, path) for item in found.values()):
+            raise ModelBusyError(f"{name[:200]} is loaded and was not deleted; unload it first: {remedy}")
+    links = []
+    for other in Catalog(settings).scan():
+        files = [other.path, *(other.path.iterdir() if other.path.is_dir() else ())]
+        is_own = any(_contains(item, other.path) for item in found.values())
+        if not is_own and any(_contains(item, file.resolve()) for item in found.values() for file in files):
+            links.append(other.path)
+    return ModelFiles(model=name, items=tuple(found.values()), links=tuple(links), kept=tuple(kept.values()))
+
+
+def _contains(item: Stored, path: Path) -> bool:
+    return any(path == part or part in path.parents for part in item.parts or (item.path,))
+
+
+def _part_of_repository(repo: Stored, entry: ModelEntry) -> Stored:
+    """Return the files of a model in the hub cache: the whole repository, unless it has other models, too."""
+    if all(it.path == entry.path or repo.path not in it.path.parents for it in hub_locations(repo.path.parent)):
+        return repo
+    inside = entry.path.relative_to(repo.path / "snapshots")
+    names = [Path(*inside.parts[1:]).with_name(part) for part in parts_of(entry.path.name)]
+    snapshots = list((repo.path / "snapshots").iterdir())
+    files = [file for snapshot in snapshots for name in names if os.path.lexists(file := snapshot / name)]
+    others = {file.resolve() for snapshot in snapshots for file in snapshot.rglob("*") if file not in files}
+    # The content of a file is a blob, to which files of several snapshots may link.
+    blobs = {file.resolve() for file in files if file.is_symlink()} - others
+    sizes = {file.name: file.stat().st_size for file in files if file.exists()}
+    return Stored(
+        name=entry.id,
+        what=HUB_MODEL,
+        path=entry.path,
+        files=tuple(sorted(sizes.items(), key=lambda file: (-file[1], file[0]))),
+        parts=(*files, *(blob for blob in blobs if repo.path in blob.parents)),
+    )
+
+
 def remove_stored(settings: Settings, item: Stored) -> None:
     """Delete an item of ``disk_use``. A model that a server has in memory stays usable until it is unloaded.
 
     Raises:
         StorageFullError: a file cannot be deleted; the message names it.
     """
-    lock = nullcontext() if item.what in NO_MODELS else lock_model(settings.models_folder, item.name)
+    # Downloads of a repository of the hub have one lock for all its models.
+    name = item.name.partition(":")[0]
+    lock = lock_model(settings.models_folder, name) if item.what in MODELS else nullcontext()
     with lock:
         try:
             for path in item.parts or (item.path,):
@@ -95,7 +178,7 @@ def _find(settings: Settings) -> Iterator[Stored]:
         yield Stored(name=location.id, what=what, path=path, files=files, parts=parts if len(parts) > 1 else ())
     others: list[tuple[str, str, Path | None, str]] = [
         *((it.id, "quantized copy", quantized / it.id, "") for it in copy_locations(quantized)),
-        *((repo.id, "model in the hub cache", repo_folder(cache, repo.id), "") for repo in repositories(cache)),
+        *((repo.id, HUB_MODEL, repo_folder(cache, repo.id), "") for repo in repositories(cache)),
         ("unfinished", "unfinished downloads", models / TEMP_NAME, ""),
         ("bench", "benchmark runs", home / "bench", ""),
         ("experiments", "stored evaluations", home / "experiments.db", "delete some with lab.experiments().delete(ID)"),

@@ -1,11 +1,15 @@
-"""Tests of ``lmx-lab load``, ``lmx-lab unload`` and ``lmx-lab discover`` with running labs."""
+"""Tests of the commands for running labs: ``load``, ``unload``, ``keep``, ``status``, ``discover``, ``rm``."""
 
+import json
 import secrets
+import shutil
 import signal
 from contextlib import ExitStack, closing
 
 import pytest
 
+from lmx_lab import attach
+from lmx_lab.errors import InvalidRequestError, ModelBusyError
 from lmx_lab.notebook import discovery
 from tests.support.asking import ENDLESS
 from tests.support.commands import run_command, signal_at
@@ -36,7 +40,7 @@ def test_a_model_is_unloaded_and_loaded(lab):
     done = run(lab, "unload", "--now")
     assert (done.status, done.stdout) == (0, "no model was unloaded\n"), done.stderr
     done = run(lab, "unload", "echo")
-    assert (done.status, "echo is not loaded, no model is" in done.stderr) == (2, True)
+    assert (done.status, "echo is not loaded; no model is loaded" in done.stderr) == (2, True)
     done = run(lab, "load", "echo", "--engine", "mlx")
     assert (done.status, "invalid-request: " in done.stderr) == (2, True), done.stderr
     done = run(lab, "load", "echo")
@@ -51,6 +55,40 @@ def test_a_model_is_unloaded_and_loaded(lab):
     assert (done.status, done.stdout[:15]) == (0, "echo loaded in "), done.stderr
     done = run(lab, "keep", "echo", "--ttl", "soon")
     assert (done.status, 'ttl_s: must be a number of seconds, or "never"' in done.stderr) == (2, True), done.stderr
+
+
+def test_a_loaded_model_is_not_deleted(tiny_home, tmp_path):
+    shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "models" / "tiny")
+    with serving(tmp_path, "tiny") as lab:
+        done = run(lab, "rm", "tiny", "--yes")
+        assert (done.status, done.stdout) == (1, "")
+        remedy = f"lmx-lab unload tiny --url {lab.url}"
+        assert done.stderr == f"model-busy: tiny is loaded and was not deleted; unload it first: {remedy}\n"
+        with pytest.raises(ModelBusyError, match=r"unload it first: lab\.unload\('tiny'\)"):
+            lab.delete_model("tiny", yes=True)
+        assert run(lab, "unload", "tinny").stderr.startswith(
+            "invalid-request: tinny is not loaded; did you mean 'tiny'? tiny is loaded"
+        )
+        lab.unload()
+        plan = lab.delete_model("tiny")
+        assert (
+            repr(plan).splitlines()[-1].startswith("nothing was deleted; lab.delete_model('tiny', yes=True) deletes ")
+        )
+        assert (tmp_path / "models" / "tiny").exists()
+        assert repr(lab.delete_model("tiny", yes=True)).startswith("deleted tiny: ")
+        assert not (tmp_path / "models" / "tiny").exists()
+        with attach(lab.url) as attached, pytest.raises(InvalidRequestError, match="run lmx-lab rm where its server"):
+            attached.delete_model("tiny")
+
+
+def test_the_status_lists_labs_and_their_models(lab, daemon):
+    done = run(lab, "status")
+    assert (done.status, done.stdout) == (0, f"lab at {lab.url}: echo on echo, 0.00 GB\n"), done.stderr
+    (listed,) = json.loads(run(lab, "status", "--json").stdout)["labs"]
+    assert (listed["url"], [model["id"] for model in listed["models"]]) == (lab.url, ["echo"])
+    none = run_command(daemon.settings.home, "status", environ={"LMX_LAB_PORT": str(UNUSED_PORT)})
+    assert (none.status, none.stdout) == (1, f"daemon at {daemon.url}\n")
+    assert none.stderr == "no lab is running; start one with lmx-lab serve --model smollm2-135m\n"
 
 
 @pytest.mark.slow

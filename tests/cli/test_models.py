@@ -1,4 +1,4 @@
-"""Tests of ``lmx-lab pull``, ``lmx-lab models``, ``lmx-lab plan`` and ``lmx-lab storage``."""
+"""Tests of ``lmx-lab pull``, ``models``, ``plan``, ``rm`` and ``storage``."""
 
 import json
 import re
@@ -14,7 +14,10 @@ from tests.support.gguf import EXACT, LOSSY, split_gguf, store_copy
 
 def test_a_model_on_the_disk_is_not_downloaded_again(starter_home):
     result = run_command(starter_home, "pull", "smollm2-135m")
-    assert (result.status, result.stderr) == (0, "")
+    assert result.status == 0
+    # What the doctor says of this model is also said when it is pulled.
+    assert result.stderr.startswith("smollm2-135m has weights of type Q4_1, for which llama.cpp has no fast kernels; ")
+    assert result.stderr.endswith("; fix: lmx-lab quantize smollm2-135m\n")
     assert re.fullmatch(r"smollm2-135m: \d+ MB at \S+\n", result.stdout)
 
 
@@ -47,9 +50,16 @@ def test_models_are_listed_in_complete_lines_for_programs(tiny_home, tmp_path):
     assert result.status == 0
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["id", "tiny", "tiny-two"]
     assert "smollm2-135m" in result.stderr
+    listed = json.loads(run_command(tiny_home, "models", "--json").stdout)["models"]
+    assert [(it["id"], it["format"], it["engine"]) for it in listed] == [
+        ("tiny", "mlx", "mlx"),
+        ("tiny-two", "mlx", "mlx"),
+    ]
+    assert Path(listed[0]["path"]) == tiny_home / "models" / "tiny"
     none = run_command(tmp_path, "models")
     assert (none.status, none.stdout) == (0, "")
     assert "no models in" in none.stderr
+    assert json.loads(run_command(tmp_path, "models", "--json").stdout) == {"models": [], "problem": None}
 
 
 def test_models_of_additional_folders_are_listed(tiny_home, tmp_path):
@@ -166,6 +176,75 @@ def test_files_of_other_programs_and_of_the_user_are_never_deleted(home, tmp_pat
         assert remedy in result.stderr
     assert len(list(mine.iterdir())) == len(list(cache.iterdir())) == 1
     assert records.exists()
+
+
+REMOVED = r"deleted (\S+): [\d,.]+ MB\n"
+
+
+def remove(home, *names, **environ):
+    return run_command(home, "rm", *names, "--yes", environ={"LMX_LAB_PORT": "9", **environ})
+
+
+def test_a_model_is_deleted_with_its_copies_after_a_list_of_its_files(home):
+    before = stored(home)
+    asked = run_command(home, "rm", "tiny.gguf", "org/tiny", environ={"LMX_LAB_PORT": "9"})
+    assert (asked.status, "the question needs a terminal; add --yes" in asked.stderr) == (USAGE, True)
+    wrong = remove(home, "tiny.gguf", "org/tini")
+    assert (wrong.status, "did you mean 'org/tiny'?" in wrong.stderr) == (1, True)
+    assert stored(home) == before
+    done = remove(home, "tiny.gguf", "org/tiny")
+    assert done.status == 0, done.stderr
+    assert re.fullmatch(REMOVED * 2, done.stdout)[1] == "tiny.gguf"
+    for part in ("tiny.gguf: model, ", ": quantized copy, ", " MB  model.safetensors", "org/tiny: model, "):
+        assert part in done.stderr
+    assert {re.sub("-0000.*", "", name) for name in stored(home)} == {"bench", "tiny", "org/name"}
+    assert "bench" in remove(home, "bench").stderr
+    assert (home / "bench").exists()
+
+
+def test_one_model_of_a_repository_is_deleted_without_files_that_others_use(tmp_path, tiny_gguf):
+    repo = tmp_path / "hub" / "hub" / "models--org--two"
+    for blob in ("shared", "other"):
+        (repo / "blobs").mkdir(parents=True, exist_ok=True)
+        shutil.copy(tiny_gguf, repo / "blobs" / blob)
+    for commit, names in (
+        ("a" * 10, {"m-Q4_1.gguf": "shared"}),
+        ("b" * 10, {"m-Q4_1.gguf": "other", "m-F16.gguf": "shared"}),
+    ):
+        snapshot = repo / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        for name, blob in names.items():
+            (snapshot / name).symlink_to(repo / "blobs" / blob)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("b" * 10)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "link.gguf").symlink_to(repo / "snapshots" / ("b" * 10) / "m-Q4_1.gguf")
+    done = remove(tmp_path, "org/two:Q4_1")
+    assert (done.status, done.stdout.startswith("deleted org/two:Q4_1: ")) == (0, True), done.stderr
+    assert "other programs, such as transformers, may use files in the hub cache" in done.stderr
+    assert "link.gguf links to these files, and cannot be loaded without them" in done.stderr
+    left = {str(path.relative_to(repo)) for path in repo.rglob("*") if not path.is_dir()}
+    assert left == {"blobs/shared", f"snapshots/{'b' * 10}/m-F16.gguf", "refs/main"}
+    assert remove(tmp_path, "org/two").status == 0
+    assert not repo.exists()
+
+
+def test_models_of_other_programs_and_of_the_user_are_not_deleted(tmp_path, tiny_gguf):
+    mine, cache = tmp_path / "mine", tmp_path / "llama"
+    for folder, name in ((mine, "mine.gguf"), (cache, "other.gguf")):
+        folder.mkdir()
+        shutil.copy(tiny_gguf, folder / name)
+    environ = {"LMX_LAB_MODEL_FOLDERS": str(mine), "LLAMA_CACHE": str(cache), "LMX_LAB_OTHER_PROGRAMS": "1"}
+    for name, remedy in (
+        ("mine.gguf", "its files are your own; delete them in the folder"),
+        ("other.gguf", "delete its files in this folder"),
+        (str(tiny_gguf), "its files are your own; delete them in the folder"),
+        ("echo", "echo has no files"),
+    ):
+        done = remove(tmp_path, name, **environ)
+        assert (done.status, done.stdout, remedy in done.stderr) == (USAGE, "", True), done.stderr
+    assert tiny_gguf.exists()
+    assert len(list(mine.iterdir())) == len(list(cache.iterdir())) == 1
 
 
 def test_of_a_link_only_the_link_is_deleted(tiny_home, tmp_path):

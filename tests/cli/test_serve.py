@@ -58,6 +58,17 @@ def test_each_request_is_one_line_unless_quiet(tmp_path):
     assert "tok/s" not in quiet
 
 
+def test_a_load_is_announced_before_it_begins_and_its_duration_is_shown(starter_home):
+    stop = signal_at("LMX Lab is ready at ", signal.SIGTERM)
+    ended = run_command(starter_home, "serve", "--port", "0", "--model", "smollm2-135m", meanwhile=stop)
+    assert (ended.status, ended.stderr) == (0, "")
+    first, second, third, *_ = ended.stdout.splitlines()
+    assert first == "loading smollm2-135m"
+    assert second.startswith("smollm2-135m loaded in ")
+    assert "loaded in 0.0 s" not in second
+    assert re.search(r"; started in \d+\.\d s\)$", third)
+
+
 def test_sigterm_during_a_load_ends_with_zero(starter_home):
     stop = signal_at("loading smollm2-135m", signal.SIGTERM)
     ended = run_command(starter_home, "serve", "--port", "0", "--model", "smollm2-135m", meanwhile=stop)

@@ -128,7 +128,7 @@ async def test_callers_join_an_unload_wait_without_a_limit_and_stop_it():
             await answer(lab)
         with pytest.raises(ModelBusyError, match=r"one: unloading, 2 answers left \(\d+ s\).*lmx-lab unload one --now"):
             await lab.manager.load(LoadSpec(model="two"))
-        with pytest.raises(InvalidRequestError, match="two is not loaded, one is"):
+        with pytest.raises(InvalidRequestError, match="two is not loaded; one is loaded"):
             await lab.manager.unload("two")
         joined = [asyncio.create_task(lab.manager.unload(*name, wait=True)) for name in ((), ("one",))]
         await auntil(lambda: reported(lab)[-1:] == [("one", 2, False)])

@@ -438,7 +438,7 @@ async def test_the_path_of_a_loaded_model_is_a_name_on_this_machine_only(lab):
 
 async def test_a_model_on_disk_that_is_not_loaded_is_refused_with_the_next_step(lab):
     await lab.manager.load(LoadSpec(model="one"))
-    with pytest.raises(OtherModelLoadedError, match=r"two is not loaded, one is; load one first.*--swap"):
+    with pytest.raises(OtherModelLoadedError, match=r"two is not loaded; one is loaded; load one first.*--swap"):
         await lab.manager.submit(request("two"))
     with pytest.raises(ModelNotFoundError, match=r"no model here has the id 'three'.*: one is loaded"):
         await lab.manager.submit(request("three"))

@@ -75,7 +75,7 @@ async def test_the_model_that_was_used_least_recently_leaves(lab):
     await load(lab, THREE)
     assert in_memory(lab) == ["three", "one"]
     assert lab.stages[-3:] == [("three", "load"), ("two", "unloaded"), ("three", "loaded")]
-    with pytest.raises(OtherModelLoadedError, match=r"two is not loaded, three, one are; load one first"):
+    with pytest.raises(OtherModelLoadedError, match=r"two is not loaded; three and one are loaded; load one first"):
         await answer(lab, "two")
 
 
@@ -211,7 +211,7 @@ async def test_a_pinned_model_stays_and_does_not_count(lab):
     assert not (await lab.manager.keep("one", pin=False)).pinned
     await load(lab, TWO)
     assert in_memory(lab) == ["two", "embedder"]
-    with pytest.raises(InvalidRequestError, match=r"one is not loaded, two, embedder are"):
+    with pytest.raises(InvalidRequestError, match=r"one is not loaded; two and embedder are loaded"):
         await lab.manager.keep("one", pin=True)
 
 
@@ -426,7 +426,7 @@ async def test_a_model_that_is_lost_again_and_again_does_not_affect_another_one(
         await lose(lab, next(model for model in lab.manager.models if model.entry.id == "one"))
         await auntil(lambda: lab.progress[-1].message == "the engine lost this model; load it again")
         assert in_memory(lab) == ["two"]
-        with pytest.raises(OtherModelLoadedError, match="one is not loaded, two is"):
+        with pytest.raises(OtherModelLoadedError, match="one is not loaded; two is loaded"):
             await answer(lab, "one")
         await load(lab, ONE)
         assert await answer(lab, "one") == "one"
