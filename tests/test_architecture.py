@@ -143,6 +143,7 @@ SUBJECTS = {
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.swap": "an algorithm: the order of requests for models that do not fit together",
     "evals.numbers": "pure code: the notations of numbers",
+    "notebook.results": "the results of methods",
     "panels.static_views": "how panels are displayed without a kernel",
     "panels.timeline": "a panel",
     "server.pages": "the pages for browsers",

@@ -201,7 +201,10 @@ class Lab:
     @property
     def model(self) -> str | None:
         """The id of the model that was loaded last; None if no model is loaded."""
-        return self.backend.state().model
+        if self._local is not None:
+            return self.backend.state().model
+        # A connection receives the state of its server only while there are panels.
+        return next((record.id for record in self.models() if record.main), None)
 
     load, aload = of_backend(loading.load)
     unload, aunload = of_backend(loading.unload)

@@ -210,7 +210,7 @@ def _is_set(name: str, value: object) -> bool:
 def _fits(lab: Lab, settings: Settings, loop: LoopChoice, *, explicit: bool) -> bool:
     """Return whether a launch with these arguments would result in the same lab."""
     given, before = (settings.port, explicit), (lab.settings.port, lab.server.explicit_port)
-    same_port = given == before or settings.port == lab.server.port
+    same_port = not explicit or given == before or settings.port == lab.server.port
     same_settings = replace(settings, port=0) == replace(lab.settings, port=0)
     return same_port and same_settings and (loop == lab.server.loop_choice or choose_loop(loop) == lab.server.mode)
 

@@ -340,7 +340,8 @@ class PendingStream(Stream[str]):
         self._pieces: _Pieces | None = None
 
     def __await__(self) -> Generator[Any, Any, ReplyStream]:
-        return self._starting.__await__()
+        # As a generator, which keeps this object: deleting it would close the coroutine.
+        return (yield from self._starting.__await__())
 
     @property
     def reply(self) -> Reply | None:

@@ -181,7 +181,7 @@ def test_the_defaults_of_all_methods_are_readable():
 
 def test_completion_offers_what_a_lab_is_for(launched):
     names = {name for group in NAMES.values() for name in group}
-    assert len(names) == 42
+    assert len(names) == 46
     assert {name for name in dir(launched) if name not in names} == {
         "astream",
         *(f"a{name}" for name in names if hasattr(launched, f"a{name}")),

@@ -63,6 +63,15 @@ def test_a_plan_with_a_lab_is_that_of_the_lab(tiny_home):
     assert lmx_lab.current() is None
 
 
+@pytest.mark.slow
+def test_a_lab_keeps_its_port_unless_another_one_is_given(tmp_path):
+    with lmx_lab.launch(port=0, home=tmp_path) as first:
+        url = first.url
+        assert lmx_lab.launch(home=tmp_path) is first
+        with lmx_lab.launch("echo", home=tmp_path, slots=2) as second:
+            assert second.url == url
+
+
 # --- panels of the next lab
 
 

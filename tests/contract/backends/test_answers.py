@@ -1,12 +1,17 @@
 """Tests of answers, which are the same for each way to reach a lab."""
 
 import asyncio
+import copy
 import gc
+import json
+import pickle
+from typing import Literal
 
+import pandas
 import pytest
 
 from lmx_lab.arguments import chat_request
-from lmx_lab.errors import NotFoundError, RequestStoppedError
+from lmx_lab.errors import InvalidRequestError, NotFoundError, RequestStoppedError
 from tests.support.asking import ENDLESS
 from tests.support.labs import manager_of, read_answer, wait_until_idle
 from tests.support.waiting import auntil
@@ -47,9 +52,73 @@ async def test_the_pieces_of_a_stream_are_its_reply(lab):
     assert "".join(pieces) == stream.text == stream.reply.text
     assert stream.reply.usage.completion_tokens == 15
     assert [piece async for piece in stream] == []
+    pending = lab.astream(TEXT, max_tokens=15, temperature=0)
+    assert "".join([piece async for piece in pending]) == pending.reply.text != ""
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        await anext(aiter(lab.astream("hi", temperature=-1)))
     # The blocking form, in another thread, because this one runs the loop.
     blocking = lab.chat(TEXT, stream=True, max_tokens=15, temperature=0)
     assert "".join(await asyncio.to_thread(list, blocking)) == blocking.reply.text
+
+
+async def test_plain_text_is_continued_without_a_template(lab, served):
+    reply = await lab.acomplete(TEXT, max_tokens=4, temperature=0)
+    assert (reply.text, reply.finish_reason) == (
+        (await served.acomplete(TEXT, max_tokens=4, temperature=0)).text,
+        "length",
+    )
+    assert (reply.usage.completion_tokens, reply.usage.prompt_tokens) == (4, len(await lab.atokenize(TEXT)))
+    tokens = await lab.atokenize(TEXT)
+    assert (await lab.acomplete(tokens, max_tokens=4, temperature=0)).text == reply.text
+    assert (await lab.acomplete("hi", max_tokens=1, echo=True)).text.startswith("hi")
+    for wrong in ({"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}, {"prompt": "a", "stream": True}):
+        with pytest.raises(InvalidRequestError, match=r"complete\(\)"):
+            await lab.acomplete(**wrong)
+    # Messages are counted as the model reads them.
+    messages = [{"role": "user", "content": "hi"}]
+    assert len(await lab.atokenize(messages)) == (await lab.achat(messages, max_tokens=1)).usage.prompt_tokens
+    assert lab.model == "echo"
+
+
+async def test_python_functions_are_tools(lab):
+    def weather(city: Literal["Rome", "Oslo"], days: int = 1) -> str:
+        """The weather in a city.
+
+        Args:
+            city: Its name.
+        """
+        return f"{days} days of sun in {city}"
+
+    reply = await lab.achat("hello", tools=[weather, TOOL], tool_choice="required", max_tokens=60, temperature=0)
+    by_hand = {"city": {"enum": ["Rome", "Oslo"], "type": "string", "description": "Its name."}}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather in a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {**by_hand, "days": {"type": "integer", "default": 1}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    same = await lab.achat("hello", tools=[tool, TOOL], tool_choice="required", max_tokens=60, temperature=0)
+    assert [(it.name, it.arguments) for it in reply.tool_calls] == [(it.name, it.arguments) for it in same.tool_calls]
+    assert reply.usage.prompt_tokens == same.usage.prompt_tokens
+    with pytest.raises(InvalidRequestError, match="cannot be a tool: its parameter 'args'"):
+        await lab.achat("hello", tools=[lambda *args: None])
+
+
+async def test_replies_can_be_copied_stored_and_listed(lab):
+    reply = await lab.achat(TEXT, max_tokens=4, temperature=0)
+    for same in (copy.copy(reply), copy.deepcopy(reply), pickle.loads(pickle.dumps(reply))):
+        assert same == reply
+        assert same.to_dict() == reply.to_dict()
+    assert json.loads(json.dumps(reply.to_dict()))["output_tokens"] == 4
+    assert list(pandas.DataFrame([reply, reply])["text"]) == [reply.text, reply.text]
+    assert list((await lab.amodels()).df["id"]) == ["echo"]
 
 
 async def test_the_requests_of_all_clients_are_listed_and_each_can_be_stopped(lab, served):
