@@ -1,4 +1,5 @@
-"""Display errors of this package in IPython as the caller's line and a message, without a traceback into the package.
+"""Display errors of this package in IPython as the caller's line and a message, without a traceback into the package,
+and interrupts of its work as the caller's line.
 
 ``install`` is called when the package is imported in IPython. IPython supports a single handler, for given classes of
 exceptions. All other exceptions are displayed as usual.
@@ -6,6 +7,7 @@ exceptions. All other exceptions are displayed as usual.
 
 from __future__ import annotations
 
+import asyncio
 import linecache
 import sys
 import sysconfig
@@ -46,7 +48,7 @@ def install(shell: InteractiveShell) -> None:
     def show(shell: Any, etype: type[BaseException], value: BaseException, trace: Any, tb_offset: Any = None) -> None:
         if isinstance(value, classes):
             previous(etype, value, trace, tb_offset=tb_offset)
-        elif _state["full"] or shell.call_pdb or not (sentences := _sentences(value)):
+        elif _state["full"] or shell.call_pdb or not (sentences := _sentences(value) or _interrupt(value, trace)):
             shell.showtraceback((etype, value, trace), tb_offset=tb_offset, running_compiled_code=True)
         else:
             # The variables from which %tb and %debug take the last error.
@@ -56,7 +58,8 @@ def install(shell: InteractiveShell) -> None:
             shell._showtraceback(etype, value, short_lines(shell, value, trace, sentences))
 
     # ``ValueError`` is the base class of pydantic's error, whose import is slow.
-    cast(Any, shell).set_custom_exc((*classes, LabError, ExceptionGroup, ValueError), show)
+    shown = (LabError, ExceptionGroup, ValueError, KeyboardInterrupt, asyncio.CancelledError)
+    cast(Any, shell).set_custom_exc((*classes, *shown), show)
 
 
 def _sentences(error: BaseException) -> list[str]:
@@ -83,6 +86,14 @@ def _sentences(error: BaseException) -> list[str]:
     return [f"ValidationError: {error.title}: {invalid_request(error.errors(), shape=shape)}"]
 
 
+def _interrupt(error: BaseException, trace: TracebackType | None) -> list[str]:
+    """Return what is displayed of an interrupt or a cancellation in this package; an empty list for other errors."""
+    is_interrupt = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+    if not is_interrupt or not any(frame.filename.startswith(PACKAGE) for frame in traceback.extract_tb(trace)):
+        return []
+    return [str(error) or REMEDY]
+
+
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
@@ -107,6 +118,8 @@ def short_lines(
         function = "" if frame.name == "<module>" else f", in {frame.name}"
         code = linecache.getline(frame.filename, frame.lineno or 0).strip()
         places.append(f"{where}, line {frame.lineno}{function}:  {code}")
+    if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+        return [f"{type(error).__name__}: {places[-1] if places else ''}", *sentences]
     head = [RULE, f"{type(error).__name__:<{len(RULE) - len(REMEDY)}}{REMEDY}", *places, ""]
     # A short error has at most 8 lines.
     room = 8 - len(head)

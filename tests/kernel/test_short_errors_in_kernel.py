@@ -2,13 +2,15 @@
 
 import pytest
 
+from lmx_lab.client import LabClient
 from tests.support.kernels import Notebook
+from tests.support.waiting import until
 
 SETUP = """
 import asyncio, sys, lmx_lab
 from lmx_lab.client import LabClient
 from lmx_lab.wire.chat import ChatRequest
-lab = lmx_lab.launch('echo', port=0)
+lab = lmx_lab.launch('echo', port=0, echo_tokens_per_s=200)
 client = LabClient('http://127.0.0.1:9')
 
 def ask(text, **parameters):
@@ -67,6 +69,27 @@ def test_an_error_is_the_callers_line_and_a_message(notebook, call):
     assert len(output.traceback) <= 8, show(output)
     assert f", line 1:  {call}" in show(output)
     assert CALLS[call] in output.traceback[-1]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("lab.chat('hello ' * 200, max_tokens=5000)", "KeyboardInterrupt"),
+        ("for piece in lab.chat('hello ' * 200, stream=True, max_tokens=5000): pass", "KeyboardInterrupt"),
+        ("lab.chat('hello ' * 200, stream=True, max_tokens=5000)", "KeyboardInterrupt"),
+        ("await lab.achat('hello ' * 200, max_tokens=5000)", "CancelledError"),
+    ],
+)
+def test_an_interrupt_is_the_line_that_it_ended(notebook, call, name):
+    url = notebook.run("print(lab.url)")
+    notebook.start(call)
+    with LabClient(url) as client:
+        until(client.clients)
+    notebook.manager.interrupt_kernel()
+    first, second = notebook.read().traceback
+    assert first.startswith(f"{name}: Cell In[")
+    assert first.endswith(f"], line 1:  {call}")
+    assert second == "%tb shows the traceback"
 
 
 def test_the_line_of_a_function_that_the_cell_calls_is_shown_too(notebook):
