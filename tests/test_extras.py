@@ -138,7 +138,7 @@ def test_without_a_package_its_use_is_one_line_with_the_command_that_installs_it
     ],
 )
 def test_a_command_without_a_package_prints_one_line(module, arguments, tmp_path, monkeypatch):
-    for importer in ("lmx_lab.server.telemetry", "lmx_lab.bench.plots"):
+    for importer in ("lmx_lab.server.telemetry", "lmx_lab.bench.plots", "lmx_lab.results.drawing"):
         monkeypatch.delitem(sys.modules, importer, raising=False)
     for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
         monkeypatch.delitem(sys.modules, name)

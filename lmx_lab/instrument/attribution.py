@@ -74,7 +74,7 @@ class LogitAttribution(Picture):
             columns=names,
             row_axis="block",
             describe=describe,
-            unit="contribution to the logit",
+            unit="contribution in logits",
             cell=(30.0, 12.0),
         )
 

@@ -395,9 +395,10 @@ class HeatMap(Picture):
         values, limit = [value for row in self.values for value in row], self._limit
         lowest = -limit if any(value < 0 for value in values) else 0.0
         step = SCALE_WIDTH / SCALE_STEPS
+        # Each colour continues below the following ones, so that no background is visible between them.
         parts = [
             f'<path stroke="{_color(lowest + (limit - lowest) * (at + 0.5) / SCALE_STEPS, limit)}" stroke-width="8" '
-            f'd="M{left + at * step:.1f} {top + 4:.1f}L{left + (at + 1) * step:.1f} {top + 4:.1f}"/>'
+            f'd="M{left + at * step:.1f} {top + 4:.1f}L{left + SCALE_WIDTH:.1f} {top + 4:.1f}"/>'
             for at in range(SCALE_STEPS)
         ]
         ticks = [lowest, (lowest + limit) / 2, limit]
@@ -461,7 +462,8 @@ class HeatMap(Picture):
 
 def format_signed(value: float, digits: int) -> str:
     """Format a value with a minus sign of the width of a digit; a value that is not known is empty."""
-    return f"{value:.{digits}f}".replace("-", "\N{MINUS SIGN}") if math.isfinite(value) else ""
+    # Adding 0 removes the sign of a negative zero.
+    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "\N{MINUS SIGN}") if math.isfinite(value) else ""
 
 
 def _width(text: str) -> float:

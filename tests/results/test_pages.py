@@ -70,6 +70,7 @@ def test_a_heat_map_has_a_scale_with_signs_and_its_values_on_request():
     assert texts[-4:] == ["\N{MINUS SIGN}2.5", "0", "2.5", "logits; grey: no value"]
     shown = SIGNED.with_values(1)
     assert shown.texts == [["\N{MINUS SIGN}2.5", "0.2", ""]]
+    assert HeatMap(title="", values=[[-0.001]], rows=["a"], columns=["x"]).with_values().texts == [["0.00"]]
     words = HeatMap(title="", values=[[0.5]], rows=["a"], columns=["x"], texts=[["word"]])
     assert words.with_values().texts == [["word 0.50"]]
     assert words.with_values().cell[0] > words.cell[0]
