@@ -268,7 +268,9 @@ class Attention(Cells):
     def draw(self, values: Sequence[float], name: str = NAME) -> str:
         pattern = np.zeros((len(values), 1, len(values)))
         pattern[-1:] = values
-        return AttentionPattern(trace(values, name, {}, pattern=pattern), layer=0, head=0)._repr_html_()
+        return AttentionPattern(
+            trace(values, name, {}, **{"blocks.0.attn.hook_pattern": pattern}), head=0
+        )._repr_html_()
 
 
 class Patching(Cells):
