@@ -14,7 +14,7 @@ import numpy as np
 from lmx_lab.bench.summaries import CASE, MEASURED, METRICS, TOTAL, Samples, summary
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional
-from lmx_lab.results.drawing import NotebookFigure, fit, fonts
+from lmx_lab.results.drawing import NotebookFigure, fit, fonts, size_in_inches
 from lmx_lab.results.statistics import LEVEL
 from lmx_lab.values.models import EngineChoice
 
@@ -39,9 +39,9 @@ VERSION = re.compile(r"[ -][a-z]?\d[^,]*")
 def by_concurrency(
     samples: Samples,
     *,
-    metrics: Sequence[str] = (TOTAL, "decode_tok_s", "ttft_ms"),
+    metrics: str | Sequence[str] = (TOTAL, "decode_tok_s", "ttft_ms"),
     level: float = LEVEL,
-    names: Sequence[str] = (),
+    names: str | Sequence[str] | Mapping[str, str] = (),
     title: str | None = None,
     ax: Axes | Sequence[Axes] | None = None,
     size: tuple[float, float] | None = None,
@@ -55,7 +55,8 @@ def by_concurrency(
     was not measured is not drawn; a bar or a plot without values says that they are not known.
 
     Args:
-        names: Names of the lines or bars in the legend, in their order.
+        metrics: One or several metrics.
+        names: Names of the lines or bars in the legend: in their order, or by the names that they have otherwise.
         title: Replaces the title, which contains the values that all lines have in common. With an empty title, the
             line below it, which explains the intervals, is also omitted.
         ax: Axes of a figure of matplotlib in which to draw, one for each metric. No figure is returned then, and by
@@ -74,9 +75,9 @@ def by_concurrency(
 def by_prompt_length(
     samples: Samples,
     *,
-    metrics: Sequence[str] = ("prefill_tok_s", "ttft_ms", "decode_tok_s"),
+    metrics: str | Sequence[str] = ("prefill_tok_s", "ttft_ms", "decode_tok_s"),
     level: float = LEVEL,
-    names: Sequence[str] = (),
+    names: str | Sequence[str] | Mapping[str, str] = (),
     title: str | None = None,
     ax: Axes | Sequence[Axes] | None = None,
     size: tuple[float, float] | None = None,
@@ -94,13 +95,14 @@ def _chart(
     samples: Samples,
     over: str,
     *,
-    metrics: Sequence[str],
+    metrics: str | Sequence[str],
     level: float,
-    names: Sequence[str],
+    names: str | Sequence[str] | Mapping[str, str],
     title: str | None,
     ax: Axes | Sequence[Axes] | None,
     size: tuple[float, float] | None,
 ) -> NotebookFigure | None:
+    metrics = [metrics] if isinstance(metrics, str) else metrics
     if unknown := [name for name in metrics if name not in METRICS]:
         raise InvalidRequestError(
             f"metrics: unknown metric {', '.join(unknown)}; available are {', '.join(METRICS)}", param="metrics"
@@ -112,22 +114,23 @@ def _chart(
         raise InvalidRequestError("there is nothing to plot: the table has no requests besides warm-up requests")
     lines = _lines(table, over)
     if names:
-        if len(names) != len(lines) or len(set(names)) != len(names):
+        given = [names] if isinstance(names, str) else names
+        unknown = [name for name in given if name not in lines] if isinstance(given, Mapping) else []
+        named = [given.get(line, line) for line in lines] if isinstance(given, Mapping) else list(given)
+        if unknown or len(named) != len(lines) or len(set(named)) != len(named):
             raise InvalidRequestError(
-                f"names is {list(names)!r:.200}; give a different name for each of {', '.join(map(repr, lines))}",
+                f"names is {names!r:.200}; give a different name for each of {', '.join(map(repr, lines))}",
                 param="names",
             )
-        lines = dict(zip(names, lines.values(), strict=True))
+        lines = dict(zip(named, lines.values(), strict=True))
     if ax is not None:
         panels = list(np.ravel(np.asarray(ax, dtype=object)))
-        if len(panels) != len(metrics):
+        if len(panels) != len(metrics) or not all(hasattr(panel, "set_ylabel") for panel in panels):
             raise InvalidRequestError(
-                f"ax has {len(panels)} axes, but metrics has {len(metrics)} names; give one of each, such as "
-                f"metrics=({metrics[0]!r},)",
-                param="ax",
+                f"ax is {ax!r:.200}; give {len(metrics)} axes, one for each of metrics={tuple(metrics)}", param="ax"
             )
         handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
-        if len(lines) > 1:
+        if names or len(lines) > 1:
             _plain(panels[0].legend(handles, [textwrap.fill(name, 40) for name in lines]))
         if title:
             panels[0].set_title(title, parse_math=False)
@@ -135,7 +138,7 @@ def _chart(
     usual = (4.2 * len(metrics), 3.6)
     heading = _common(table, over) if title is None else title
     caption = _caption(lines, metrics, level) if heading or title is None else ""
-    width, height = size or usual
+    width, height = usual if size is None else size_in_inches(size)
     with fonts(min(width / usual[0], height / usual[1])):
         chart = NotebookFigure(figsize=(width, height))
         chart.set_layout_engine("constrained", w_pad=PADDING_INCHES)
@@ -144,7 +147,7 @@ def _chart(
         handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
         text = "\n".join(filter(None, (heading, caption)))
         fit(chart.suptitle(text, fontsize="medium", parse_math=False), room)
-        below = _legend(chart, handles, list(lines), room) if len(lines) > 1 else 0.0
+        below = _legend(chart, handles, list(lines), room) if names or len(lines) > 1 else 0.0
         chart.set_figheight(height if size else height + below)
         # The layout determines the height of the axes.
         layout = chart.get_layout_engine()

@@ -234,11 +234,11 @@ class Evaluation(Displayed):
             MissingPackageError: matplotlib or pandas is not installed.
         """
         # Imported here, because matplotlib is optional.
-        from lmx_lab.results.drawing import NotebookFigure, fit, fonts
+        from lmx_lab.results.drawing import NotebookFigure, fit, fonts, size_in_inches
 
         bins = self.calibration()
         with fonts(min(size) / min(CALIBRATION_INCHES)):
-            figure = NotebookFigure(figsize=size, layout="constrained") if ax is None else None
+            figure = NotebookFigure(figsize=size_in_inches(size), layout="constrained") if ax is None else None
             axes = figure.add_subplot() if figure is not None else ax
             assert axes is not None
             axes.plot([0, 1], [0, 1], linestyle="--", color="0.5", linewidth=1)

@@ -9,11 +9,13 @@ import io
 import math
 import re
 import textwrap
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import optional_imports
 from lmx_lab.results.pages import Displayed, Formats
 
@@ -47,7 +49,8 @@ def write_figure(figure: Figure, kind: str, dpi: int = 300) -> bytes:
     """Return the content of a file. In a PDF, texts can be selected and edited."""
     content = io.BytesIO()
     with mpl.rc_context({"pdf.fonttype": 42}):
-        figure.savefig(content, format=kind, dpi=dpi)
+        # Images are limited to 65,535 pixels in each direction.
+        figure.savefig(content, format=kind, dpi=min(dpi, 65_000 / max(figure.get_size_inches())))
     return content.getvalue()
 
 
@@ -60,6 +63,19 @@ def fonts(scale: float = 1.0) -> AbstractContextManager[None]:
     installed = set(font_manager.get_font_names())
     families = [*mpl.rcParams["font.family"], *(name for name in WIDE_FONTS if name in installed)]
     return mpl.rc_context({"font.family": families, "font.size": max(6.0, 10.0 * min(1.0, scale))})
+
+
+def size_in_inches(size: Sequence[float]) -> tuple[float, float]:
+    """Check the size of a figure.
+
+    Raises:
+        InvalidRequestError: it is not a width and a height from 1 to 100 inches.
+    """
+    if len(size) != 2 or not all(1 <= length <= 100 for length in size):
+        raise InvalidRequestError(
+            f"size is {size!r:.80}; give the width and the height in inches, each from 1 to 100", param="size"
+        )
+    return (size[0], size[1])
 
 
 def fit(text: Text, pixels: float) -> None:

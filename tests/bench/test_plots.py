@@ -138,7 +138,9 @@ def test_names_a_title_and_a_size_are_chosen_by_the_caller():
     assert list(chart.get_size_inches()) == [2.5, 2]
     assert by_concurrency(swept(), title="").get_suptitle() == ""
     assert legend_of(LAB, OTHER, names=["a $1$", "b"]) == ["a $1$", "b"]
-    for names in (["a"], ["a", "a"]):
+    assert legend_of(LAB, OTHER, names={"lmx-lab · small": "mine"}) == ["mine", "llama.cpp · small.gguf"]
+    assert legend_of(LAB, names="mine") == ["mine"]
+    for names in (["a"], ["a", "a"], "a", {"other": "a"}):
         with pytest.raises(InvalidRequestError, match="give a different name for each of 'lmx-lab · small'"):
             legend_of(LAB, OTHER, names=names)
 
@@ -151,10 +153,15 @@ def test_a_plot_is_drawn_into_the_axes_of_the_caller():
     assert [len(each.containers) for each in axes] == [2, 2]
     assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["a", "b"]
     assert axes[0].get_title() == "$1$"
-    with pytest.raises(
-        InvalidRequestError, match=r"ax has 1 axes, but metrics has 3 names.*metrics=\('total_tok_s',\)"
-    ):
-        by_concurrency(samples, ax=axes[0])
+    for wrong in (axes[0], figure, [figure] * 3):
+        with pytest.raises(InvalidRequestError, match=r"give 3 axes, one for each of metrics=\('total_tok_s'"):
+            by_concurrency(samples, ax=wrong)
+
+
+@pytest.mark.parametrize("size", [(0, 2), (3,), (3, 1000), (float("nan"), 2)])
+def test_an_impossible_size_is_refused(size):
+    with pytest.raises(InvalidRequestError, match="give the width and the height in inches, each from 1 to 100"):
+        by_concurrency(swept(), size=size)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,12 @@ def test_a_figure_of_matplotlib_is_saved_in_the_same_formats(tmp_path, suffix):
         assert "data:image/svg+xml" in dict(Page(content.decode()).elements)["img"]["src"]
 
 
+def test_a_map_that_is_too_wide_for_an_image_has_fewer_pixels(tmp_path):
+    columns = [str(at) for at in range(800)]
+    wide = HeatMap(title="Values", values=[[0.5] * 800], rows=["a"], columns=columns, cell=(50.0, 12.0)).with_values()
+    assert 60_000 < imread(wide.save(tmp_path / "wide.png")).shape[1] < 65_536
+
+
 def test_dots_are_drawn_in_all_formats(tmp_path):
     class Dot(Picture):
         def svg(self):
