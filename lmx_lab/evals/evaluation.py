@@ -16,7 +16,8 @@ from lmx_lab.batch.run import plain_text, text_tokens
 from lmx_lab.blocking import both, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, write_inspect_log
-from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, comparable, mean_score
+from lmx_lab.evals.metrics import Choice, Judge
+from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, comparable, mean_score, to_json
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens, lens_of
 from lmx_lab.results.frames import Dtype, dtypes_of, make_table
 from lmx_lab.results.pages import Displayed
@@ -136,11 +137,14 @@ class Evaluation(Displayed):
         return [at for at, row in enumerate(self.rows) if row.score is None or row.score < 1]
 
     def _frame(self, positions: Sequence[int]) -> pd.DataFrame:
-        dtypes: dict[str, Dtype] = {"sample": "int64"} if any(row.sample is not None for row in self.rows) else {}
+        # The columns depend on the settings, so that they are the same if no row was answered.
+        settings = self.facts.settings
+        metric = settings.get("metric", {}).get("name")
+        dtypes: dict[str, Dtype] = {"sample": "int64"} if settings.get("parameters", {}).get("n", 1) > 1 else {}
         dtypes |= {"prompt": "object", "expected": "object", "answer": "text", "score": "float64", "error": "text"}
-        if any(row.choices for row in self.rows):
+        if metric == Choice.name:
             dtypes |= {"choices": "object", "logprobs": "object", "probability": "float64"}
-        if any(row.verdict is not None for row in self.rows):
+        if metric == Judge.name:
             dtypes["verdict"] = "text"
         dtypes |= {"finish_reason": "text", "prompt_tokens": "Int64", "output_tokens": "Int64", "total_s": "float64"}
         dtypes["request_id"] = "text"
@@ -391,6 +395,9 @@ class Evaluation(Displayed):
         score = self.score
         answers = max(map(len, self._by_row), default=1)
         each = f", {answers} answers each" if answers > 1 else ""
+        scored = [answers[0] for answers in self._by_row if mean_score(answers) is not None]
+        repeated = len(scored) - len({to_json([row.prompt, row.choices, row.expected]) for row in scored})
+        each += f"; {repeated} repeat another row, so the interval is too narrow" if repeated else ""
         counted = f"{score.n} rows{each}" + (f"; not counted because of errors: {self.errors}" if self.errors else "")
         lines = [
             f"{self.name}: {score} ({counted}; {score.method})",

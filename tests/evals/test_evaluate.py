@@ -136,6 +136,8 @@ def test_choices_are_scored(lab, tmp_path, chat_template):
 def test_choices_of_one_token_need_one_request(lab):
     rows = [{"text": "a", "right": "b"}] * 12
     result = lab.evaluate(rows, "{text}", answer="right", metric=Choice(["a", "b", "c"]))
+    assert "(12 rows; 11 repeat another row, so the interval is too narrow; " in repr(result)
+    assert "repeat" not in repr(lab.evaluate(FRAME, "{text}", answer="answer", n=2, store=False))
     assert result.df["request_id"].notna().all()
     assert result.df["logprobs"].map(len).eq(3).all()
     bins = result.calibration()
@@ -270,6 +272,16 @@ def test_a_judge_reads_the_row_of_each_of_several_answers(lab):
     assert result.df["verdict"].notna().all()
     assert result.df["expected"].tolist() == ["a", "a", "b", "b"]
     assert result.errors == 0
+
+
+@pytest.mark.parametrize("metric", ["contains", Choice(["one", "two words"]), Judge("{answer}")], ids=str)
+def test_the_columns_do_not_depend_on_the_rows(lab, metric):
+    frame = FRAME[["text", "answer"]]
+    n = {} if isinstance(metric, Choice) else {"n": 2}
+    options = {"answer": "answer", "metric": metric, "store": False, **n}
+    full = lab.evaluate(frame, "{text}", **options).df
+    for some in (frame.iloc[:0], frame.iloc[2:3]):
+        pd.testing.assert_series_equal(lab.evaluate(some, "{text}", **options).df.dtypes, full.dtypes)
 
 
 def test_an_empty_frame_has_no_score(lab):
