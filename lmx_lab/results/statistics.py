@@ -39,7 +39,7 @@ NUMBERS_PER_CHUNK = 2_000_000
 BINS = 10
 """Number of bins of a calibration table."""
 WILSON = "Wilson score interval"
-BOOTSTRAP = f"percentile bootstrap, {SCORE_DRAWS:,} samples"
+BOOTSTRAP = f"expanded percentile bootstrap, {SCORE_DRAWS:,} samples"
 PAIRED = "Bonett-Price interval"
 MCNEMAR = "exact McNemar test"
 PERMUTATION = f"sign-flip permutation test, {SCORE_DRAWS:,} permutations"
@@ -344,12 +344,21 @@ def score_of(values: Sequence[float]) -> Score:
 
 
 def _mean_interval(values: Floats, name: str) -> tuple[float, float, str]:
-    """Return the bootstrap interval of the mean and its method; NaN and the reason if it would be too narrow."""
+    """Return the bootstrap interval of the mean and its method; NaN and the reason if it would be too narrow.
+
+    The percentiles are those of Student's t (T. Hesterberg, "What teachers should know about the bootstrap", The
+    American Statistician 69, 2015). Of few values, the plain percentiles are too narrow: in simulations with 6 values,
+    their intervals contained the true mean in 82 to 90 %, and the expanded ones in 88 to 95 %.
+    """
     if _are_too_few(len(values)):
         return math.nan, math.nan, f"{len(values)} {name} are too few for an interval; evaluate more rows"
     if np.ptp(values) < ROUNDING:
         return math.nan, math.nan, f"all {name} are equal, so they do not show how much others would differ"
-    return *bootstrap(values, lambda drawn: np.asarray(drawn.mean(axis=1), dtype=np.float64)), BOOTSTRAP
+    n = len(values)
+    # With more degrees of freedom, t changes by less than 0.3 %, and its computation takes longer.
+    reach = student(LEVEL, min(n - 1, 500)) * math.sqrt(n / (n - 1))
+    level = 2 * NormalDist().cdf(reach) - 1
+    return *bootstrap(values, lambda drawn: np.asarray(drawn.mean(axis=1), dtype=np.float64), level=level), BOOTSTRAP
 
 
 def wilson(successes: int, n: int) -> tuple[float, float]:

@@ -189,6 +189,13 @@ def test_a_proportion_has_wilson_s_interval_and_another_mean_a_bootstrap_interva
     assert none.n == 0
 
 
+def test_intervals_contain_the_true_mean_of_few_scores_as_often_as_their_level():
+    generator = np.random.default_rng(3)
+    samples = [generator.uniform(0, 1, 6).tolist() for _ in range(200)]
+    inside = sum((score := score_of(values)).low <= 0.5 <= score.high for values in samples)
+    assert inside / len(samples) == pytest.approx(0.95, abs=0.03)
+
+
 @pytest.mark.parametrize("values", [[0.5], [0.2, 0.9], [0.2, 0.5, 0.9], [0.5] * 10, [1 / 3, 1 - 2 / 3] * 10])
 def test_few_or_equal_scores_have_no_interval_and_say_so(values):
     score = score_of(values)
