@@ -77,6 +77,9 @@ class ServerState:
     """Id of the loaded model."""
     others: tuple[str, ...] = ()
     """Ids of the other models in memory."""
+    kept: tuple[tuple[bool, float | None], ...] = ()
+    """For each model in memory, whether it is pinned, and its time to live in seconds; empty if the server runs in
+    another process."""
     unloading: Unloading | None = None
     """Set while the unload of ``model`` waits for its running answers to end."""
     note: str = ""

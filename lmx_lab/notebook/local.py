@@ -430,6 +430,7 @@ class LocalBackend:
             proxy_path=addresses.proxy_path,
             model=now.model,
             others=tuple(state.entry.id for state in now.models if state is not now.main),
+            kept=tuple((state.pinned, state.ttl_s) for state in now.models),
             unloading=now.unloading,
             note="" if server.running else "This server was stopped; run the launch cell again.",
         )

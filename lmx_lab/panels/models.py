@@ -161,11 +161,11 @@ class ModelsPanel(Panel):
         self._show_jobs()
         server = self.shown("server")
         before, self._shown_server = self._shown_server, server
-        is_changed = any(before.get(name) != server[name] for name in ("state", "model", "others"))
+        is_changed = any(before.get(name) != server[name] for name in ("state", "model", "others", "kept"))
         if is_changed or (before.get("unloading") is None) != (server["unloading"] is None):
             self._show_rows()
             # If a model is unloaded because it is idle, or for lack of memory, there may be no event.
-            if before and any(before[name] != server[name] for name in ("model", "others")):
+            if before and any(before[name] != server[name] for name in ("model", "others", "kept")):
                 self._refresh_soon()
 
     def model_event(self, event: ModelEvent) -> None:

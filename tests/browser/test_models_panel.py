@@ -141,6 +141,14 @@ def test_a_model_is_pinned_and_its_time_to_live_is_set(panels):
     ttl.select_option("never")
     panels.wait(lambda: kept(panels) == "False None", "the model stays")
     expect(row.get_by_role("button", name="Unload tiny")).to_be_visible()
+    # From a cell, too.
+    panels.kernel("lab.keep('tiny', pin=True, ttl_s=300)")
+    expect(pin).to_have_attribute("aria-pressed", "true")
+    panels.kernel("lab.keep('tiny', pin=False)")
+    expect(pin).to_have_attribute("aria-pressed", "false")
+    expect(ttl).to_have_value("300")
+    panels.kernel("lab.keep('tiny', ttl_s='never')")
+    expect(ttl).to_have_value("never")
 
 
 def kept(panels):
