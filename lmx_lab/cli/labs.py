@@ -1,4 +1,4 @@
-"""Provide the commands for running labs: ``load``, ``unload``, ``keep``, ``status`` and ``discover``."""
+"""Provide the commands for running labs: ``load``, ``unload``, ``keep``, ``ps``, ``stop``, ``status``, ``discover``."""
 
 from __future__ import annotations
 
@@ -180,6 +180,51 @@ def status(
             print_note("no lab is running; start one with lmx-lab serve --model smollm2-135m")
     if not labs:
         sys.exit(FAILED)
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab ps",
+        "lmx-lab ps --json | jq -r '.requests[].id'",
+        needs=NEEDS_LAB,
+    ),
+)
+def ps(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """List the requests that wait or run in a lab, with the addresses of their clients, the oldest first."""
+    with _running_lab(url, api_key) as lab:
+        requests = lab.clients()
+    if as_json:
+        print_line(json.dumps({"requests": [request.model_dump() for request in requests]}))
+    elif requests:
+        for line in repr(requests).splitlines():
+            print_line(line)
+    else:
+        print_note("no request waits or runs; lmx-lab status lists the loaded models")
+
+
+@app.command(
+    cls=Command,
+    epilog=epilog(
+        "lmx-lab stop req_0123456789abcdef",
+        "lmx-lab stop req_01                  the beginning of an id is enough",
+        needs=NEEDS_LAB,
+    ),
+)
+def stop(
+    request: Annotated[str, typer.Argument(help="Id of a request that lmx-lab ps lists, or its beginning.")],
+    *,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Stop a request of any client, who gets an error. Ctrl-C ends lmx-lab serve, and lmx-lab unload frees memory."""
+    with _running_lab(url, api_key) as lab:
+        print_line(f"stopped {lab.stop_request(request)}")
 
 
 def _models_of_labs(settings: Settings) -> dict[str, list[ModelRecord]]:

@@ -141,7 +141,7 @@ class ClientList(RecordList[RunningRequest]):
     def cell(self, record: RunningRequest, name: str) -> str:
         if name == "age_s":
             return f"{record.age_s:.1f}"
-        return (name == "client" and not record.client and "this notebook") or super().cell(record, name)
+        return (name == "client" and not record.client and "the notebook") or super().cell(record, name)
 
 
 # Methods of a lab

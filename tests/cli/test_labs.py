@@ -9,9 +9,10 @@ from contextlib import ExitStack, closing
 import pytest
 
 from lmx_lab import attach
-from lmx_lab.errors import InvalidRequestError, ModelBusyError
+from lmx_lab.client import LabClient
+from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.notebook import discovery
-from tests.support.asking import ENDLESS
+from tests.support.asking import ENDLESS, HELLO
 from tests.support.commands import run_command, signal_at
 from tests.support.labs import PACE, manager_of, serving
 from tests.support.waiting import until
@@ -79,6 +80,25 @@ def test_a_loaded_model_is_not_deleted(tiny_home, tmp_path):
         assert not (tmp_path / "models" / "tiny").exists()
         with attach(lab.url) as attached, pytest.raises(InvalidRequestError, match="run lmx-lab rm where its server"):
             attached.delete_model("tiny")
+
+
+@pytest.mark.slow
+def test_running_requests_are_listed_and_one_is_stopped(lab):
+    none = run(lab, "ps")
+    assert (none.status, none.stdout, "no request waits or runs" in none.stderr) == (0, "", True)
+    with LabClient(lab.url) as client:
+        stream = client.stream({"model": "echo", "messages": HELLO, **ENDLESS})
+        next(stream)
+        header, row = run(lab, "ps").stdout.splitlines()
+        assert (header.split()[:2], row.split()[1]) == (["id", "client"], "127.0.0.1")
+        (listed,) = json.loads(run(lab, "ps", "--json").stdout)["requests"]
+        assert (listed["model"], listed["state"], row.split()[0]) == ("echo", "running", listed["id"])
+        done = run(lab, "stop", listed["id"][:10])
+        assert (done.status, done.stdout) == (0, f"stopped {listed['id']}\n"), done.stderr
+        with pytest.raises(LabError, match="stopped"):
+            list(stream)
+    unknown = run(lab, "stop", "req_0")
+    assert (unknown.status, unknown.stderr.startswith("not-found: ")) == (1, True), unknown.stderr
 
 
 def test_the_status_lists_labs_and_their_models(lab, daemon):

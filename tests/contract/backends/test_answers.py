@@ -131,8 +131,8 @@ async def test_the_requests_of_all_clients_are_listed_and_each_can_be_stopped(la
     assert first.completion_tokens > 0
     assert first.age_s > second.age_s > 0
     assert list(running.df["id"]) == [first.id, second.id]
-    assert "this notebook" in repr(running)
-    assert "this notebook" in running._repr_html_()
+    assert "the notebook" in repr(running)
+    assert "the notebook" in running._repr_html_()
     with pytest.raises(NotFoundError, match="no running request has an id that begins with 'x'"):
         await lab.astop_request("x")
     for stream, request in zip(streams, running, strict=True):
