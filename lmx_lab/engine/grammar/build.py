@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lmx_lab.engine.grammar import json_lark
@@ -21,6 +21,7 @@ from lmx_lab.errors import InvalidRequestError
 WHITESPACE = r"[ ]|\n[ ]{0,24}"
 """Allowed between the parts of JSON: one space, or one line break with indentation. With more whitespace allowed, a
 model may never end its answer."""
+ONE_LINE: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 FLEXIBLE = json_lark.Spacing(
     comma=",",
     colon=":",
@@ -28,6 +29,14 @@ FLEXIBLE = json_lark.Spacing(
     options={"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True},
     any_escape=True,
 )
+CALL_SPACING = replace(
+    FLEXIBLE,
+    comma=", ",
+    colon=": ",
+    preamble="",
+    options={**ONE_LINE, "json_allow_general_unicode_escapes": True},
+)
+"""Calls are written as templates write them in the next turn, whose prompt then has the same tokens."""
 FORCING = "%llguidance {}"
 """What the grammar determines is written in the tokens that the tokenizer gives for it."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
@@ -117,11 +126,11 @@ def with_json_rules(grammar: str) -> str:
     whole = json.loads(grammar)
     for part in whole["grammars"]:
         if "json_schema" in part:
-            schema = part.pop("json_schema")
-            if (lark := json_lark.to_lark(schema, FLEXIBLE)) is not None:
+            schema, spacing = part.pop("json_schema"), FLEXIBLE if part["name"] == "answer" else CALL_SPACING
+            if (lark := json_lark.to_lark(schema, spacing)) is not None:
                 part["lark_grammar"] = lark
             else:
-                part["json_schema"] = json_lark.with_options(schema, FLEXIBLE)
+                part["json_schema"] = json_lark.with_options(schema, spacing)
     return json.dumps(whole, ensure_ascii=False)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from lmx_lab.engine.grammar import json_lark
-from lmx_lab.engine.grammar.build import ANY_OBJECT, NO_FORCING
+from lmx_lab.engine.grammar.build import ANY_OBJECT, NO_FORCING, ONE_LINE
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.llama_cpp.completion import TRIAL_SLOT
@@ -38,7 +38,7 @@ ON_ONE_LINE = json_lark.Spacing(
     comma=", ",
     colon=": ",
     preamble="",
-    options={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    options=ONE_LINE,
     any_escape=False,
 )
 """Replaces the usual rule for white space: llama.cpp's older llguidance repeats a pattern of white space any number of

@@ -90,6 +90,15 @@ def test_an_optional_call_is_enforced_after_its_start_marker(compiler, tokenizer
         assert Reading(compiler, tokenizer, broken, text).read != broken
 
 
+def test_calls_are_written_on_one_line(compiler, tokenizer):
+    # As a template writes them in the next turn, whose prompt then begins with the generated tokens.
+    tools = ToolUse(tools=(Tool(name="note", parameters=PERSON),), forced=True)
+    beginning = '<tool_call>\n{"name": "note", "arguments": {'
+    for arguments in ('"name": "a", "age": 4', '"name":"a","age":4', '\n  "name": "a",\n  "age": 4\n'):
+        call = f"{beginning}{arguments}}}}}\n</tool_call>"
+        assert Reading(compiler, tokenizer, call, grammar_for(None, tools)).may_end is arguments.startswith('"name": ')
+
+
 def test_an_answer_ends_with_its_call_if_calls_are_not_parallel(compiler, tokenizer):
     single = ToolUse(tools=TOOLS.tools, parallel=False)
     assert Reading(compiler, tokenizer, f"See: {CALL} more", grammar_for(None, single)).read == f"See: {CALL}"
