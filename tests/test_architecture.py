@@ -54,7 +54,7 @@ TABLE = {
     # docstring_parser: the descriptions of functions that are tools.
     "wire": Row("errors values", "pydantic pydantic_core docstring_parser"),
     # What server and daemon share: the two never import each other.
-    "http": Row("errors heap sanitize wire", "fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
+    "http": Row("errors heap sanitize wire", "anyio fastapi starlette pydantic pydantic_core uvicorn h11 websockets"),
     "weights": Row("errors values settings", "huggingface_hub filelock tokenizers mlx"),
     # psutil: on Linux, MLX does not know the memory's size. tokenizers: encoders lower-case through a normalizer.
     # blocking, portal: llama.cpp's processes and those of sandboxes are awaited on loops of their own.

@@ -19,6 +19,7 @@ from lmx_lab.engine.scheduler import Permit
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.chat_format_detection import CONTINUED, TAIL_TOKENS, ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode, TextSplitter
+from lmx_lab.engine.tokenizing.encoder import SHORT_CHARACTERS
 from lmx_lab.engine.tokenizing.templates import TemplateBusyError, TemplateLimitError, render_request, write_chat
 from lmx_lab.engine.validation import (
     check_characters,
@@ -259,11 +260,18 @@ async def render_chat_template(
         is_open = not chat.continues
         return write_chat(tokenizer, messages, add_generation_prompt=is_open, **given, **chat.template_options)
 
+    # A thread would take longer than writing a few short messages.
+    few = chat.messages if len(chat.messages) <= 16 and chat.tools is None else ()
+    is_short = bool(few) and sum(len(str(message)) for message in few) <= SHORT_CHARACTERS
     text, refusal = None, None
     for strict in (False, True):
         try:
-            # Each request has its own thread, because many messages take a long time.
-            text = await render_request(await in_thread(partial(write, strict=strict), name="lmx-lab-template"))
+            if is_short:
+                written = write(strict=strict)
+            else:
+                # Each request has its own thread, because many messages take a long time.
+                written = await in_thread(partial(write, strict=strict), name="lmx-lab-template")
+            text = await render_request(written)
             break
         except LabError:
             raise

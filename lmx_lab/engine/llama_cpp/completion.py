@@ -37,7 +37,7 @@ SAMPLERS = ("penalties", "dry", "top_p", "min_p", "top_k", "xtc", "temperature")
 """The samplers in the order of ``Sampling``; DRY and XTC are off by default. llama.cpp's default list has more
 samplers, and begins with top_k."""
 TRIAL_SLOT = 0
-"""The slot for trials of grammars. The slots of requests follow it."""
+"""The slot for trials of grammars, and of a new process. The slots of requests follow it."""
 FORMAT_WINDOW = 64
 """Number of tokens that penalties count in a grammar with a repetition penalty; llama.cpp's default."""
 SEEDS = 2**32 - 1

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.answers import Generation
-from lmx_lab.engine.llama_cpp.completion import EXACT_TOKENS, AnswerReader, is_repeatable
+from lmx_lab.engine.llama_cpp.completion import EXACT_TOKENS, TRIAL_SLOT, AnswerReader, is_repeatable
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.memory_plan import ContextPlan, cache_dtype, is_batch_invariant, plan_context, plan_load
 from lmx_lab.engine.llama_cpp.process import (
@@ -429,6 +429,11 @@ class LlamaCppEngine:
                 context_length=plan.context_length,
                 vocabulary_size=int(known["meta"]["n_vocab"]),
             )
+            if entry.kind == "chat":
+                # The first completion takes about 8 ms more than later ones (measured), whatever its length.
+                trial = {"prompt": [0], "n_predict": 1, "id_slot": TRIAL_SLOT, "cache_prompt": False}
+                with contextlib.suppress(RefusedError):
+                    await connection.post("/completion", trial)
             overhead_tokens = 1
             if entry.kind == "rerank" and (pair := header.text("tokenizer.chat_template.rerank")) is not None:
                 empty = pair.replace("{query}", "").replace("{document}", "")
