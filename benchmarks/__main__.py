@@ -166,7 +166,8 @@ FIGURES = {
         models=("smollm2",),
         about=(
             "our server on llama.cpp against xllamacpp's own, 1 and 8 streams: decode and overall tok/s as "
-            "ratios, TTFT as a difference in ms; and decode, prefill and memory ÷ our server on MLX"
+            "ratios, TTFT as a difference in ms; decode after mixed requests ÷ fresh server; scoring ÷ prefill; and "
+            "decode, prefill and memory ÷ our server on MLX"
         ),
     ),
     "quantized": Figure(

@@ -7,14 +7,19 @@ between model and client, and its own text processing. MLX uses the same model i
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+import httpx2
+
 from benchmarks import client, prompts
 from benchmarks.bench import Bench, BenchError
 from benchmarks.models import gguf_starter
+from benchmarks.processes import START_S
 from benchmarks.rates import decode_window, overall_rate, timeline
 from benchmarks.report import Limit, Row
 from benchmarks.servers import LabServer, lab_server, llama_server
@@ -25,6 +30,8 @@ TTFT = "gguf: first token - llama.cpp's server's"
 DECODE_MLX = "gguf: decode tok/s ÷ MLX engine"
 PREFILL_MLX = "gguf: prefill tok/s ÷ MLX engine"
 MEMORY_MLX = "gguf: server's memory ÷ MLX engine"
+SCORING = "gguf: scored tok/s ÷ prefill tok/s"
+SLOTS = "gguf: decode tok/s after mixed requests ÷ fresh server"
 FIGURE = DECODE
 STREAMS = (1, 8)
 CASES = {1: "1 stream", 8: "8 streams"}
@@ -32,6 +39,7 @@ ROUNDS, QUICK_ROUNDS = 7, 3
 TOKENS = 128
 PROMPT_TOKENS = 156
 PREFILL_TOKENS = 512
+SCORED_TOKENS = 768
 SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Servers have different defaults, and llama.cpp samples faster with a reduced vocabulary."""
 
@@ -47,6 +55,8 @@ def measure(bench: Bench) -> list[Row]:
     with llama_server(entry) as theirs, lab_server(entry.path) as ours:
         urls: dict[Side, str] = {"ours": ours.url, "theirs": theirs}
         rows = [row for streams in STREAMS for row in _against_llama(bench, urls, streams)]
+    with lab_server(entry.path) as used, lab_server(entry.path) as fresh:
+        rows += [_after_mixed_requests(bench, used.url, fresh.url), _scoring(bench, fresh.url)]
     with lab_server(entry.path) as ours, lab_server(bench.folder) as mlx:
         return [*rows, *_against_mlx(bench, {"ours": ours, "theirs": mlx})]
 
@@ -122,6 +132,54 @@ def _first_ms(answers: list[client.Answer]) -> float:
 
 def _decode_rate(answers: list[client.Answer]) -> float:
     return decode_window([timeline(answer) for answer in answers]).rate
+
+
+# --- our server alone
+
+
+def _after_mixed_requests(bench: Bench, used: str, fresh: str) -> Row:
+    """Compare four streams after requests that ended at different times with four in a server without other requests.
+
+    llama.cpp computes only neighbouring slots together, so the speed depends on the slots that the streams get.
+    """
+
+    def decode(url: str, number: int) -> Found:
+        if url == used:
+            stories = [prompts.story(8300 + 10 * number + stream) for stream in range(7)]
+            lengths = random.Random(number).sample(range(2, 60), len(stories))
+            bodies = [prompts.chat_body(each, max_tokens=tokens) for each, tokens in zip(stories, lengths, strict=True)]
+            asyncio.run(client.streams(url, bodies))
+        return _decode(url, number, 4, TOKENS)
+
+    samples = run_rounds({"ours": used, "theirs": fresh}, QUICK_ROUNDS if bench.quick else ROUNDS, decode)
+    return Turns(model=bench.model, case="4 streams", samples=samples).ratio(
+        SLOTS, "rate", limit=Limit(sign="≥", bound=0.95)
+    )
+
+
+def _scoring(bench: Bench, url: str) -> Row:
+    """Compare the time in which a prompt is scored with that in which another one is computed."""
+    requests: dict[Side, dict[str, Any]] = {
+        "ours": {"max_tokens": 0, "echo": True, "logprobs": 1},
+        "theirs": {"max_tokens": 1},
+    }
+    samples: list[Sample] = []
+    # The first round starts the process that scores.
+    for number in range(1 + (QUICK_ROUNDS if bench.quick else ROUNDS)):
+        sample = {}
+        for at, side in enumerate(sorted(requests, reverse=bool(number % 2))):
+            body = {
+                "model": "default",
+                "prompt": prompts.words(8400 + 2 * number + at, SCORED_TOKENS),
+                **requests[side],
+            }
+            began = time.perf_counter()
+            answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=START_S).raise_for_status().json()
+            seconds = time.perf_counter() - began
+            sample[side] = {"rate": answer["usage"]["prompt_tokens"] / seconds}
+        samples.append(sample)
+    turns = Turns(model=bench.model, case=f"{SCORED_TOKENS} tokens", samples=samples[1:])
+    return turns.ratio(SCORING, "rate", limit=Limit(sign="≥", bound=0.5))
 
 
 # --- MLX

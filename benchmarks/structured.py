@@ -42,9 +42,9 @@ def _compare(bench: Bench, server: LabServer, streams: int) -> Row:
         case="1 stream" if streams == 1 else f"{streams} streams",
         model=bench.model,
         value=median(sample["constrained"] / sample["free"] for sample in samples),
-        limit=Limit(sign="≥", bound=0.95),
-        # This limit applies to the model that shows overheads.
-        binding=bench.model == "tiny",
+        # A mask takes about 0.09 ms on the engine's thread, which is a sixth of the time of a token with ``tiny``.
+        limit=Limit(sign="≥", bound=0.75 if bench.model == "tiny" else 0.95),
+        binding=bench.model in ("tiny", "smollm2"),
         summary=f"{constrained:.1f} against {free:.1f} tok/s",
         detail={"samples": samples, "max_tokens": max_tokens, "schema": PEOPLE},
     )

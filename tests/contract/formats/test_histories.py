@@ -2,9 +2,12 @@
 the place in the request.
 """
 
+import httpx2
 import pytest
 
 from tests.support.formats import CLOCK, FORMATS, HELLO, Request, each_format
+from tests.support.labs import manager_of, serving
+from tests.support.waiting import until
 
 BY_NAME = {form.name: form for form in FORMATS}
 SHOWN = "[image, not shown to this model]"
@@ -423,3 +426,26 @@ def test_chat_requests_can_choose_a_continuation_or_a_new_answer(fields, last, t
 def test_a_continuation_that_is_not_possible_is_refused(form, fields, place, http):
     _, problem = BY_NAME[form].refusal(http, Request(messages=BEGUN, extra=fields))
     assert place in problem.message
+
+
+# The prefix cache
+
+
+@pytest.fixture(scope="module", params=["mlx", "llama.cpp"])
+def tiny_lab(request, tmp_path_factory, tiny, tiny_gguf):
+    path = tiny.path if request.param == "mlx" else tiny_gguf
+    with serving(tmp_path_factory.mktemp("prefixes"), path) as lab, httpx2.Client(base_url=lab.url, timeout=60) as http:
+        yield lab, http
+
+
+@each_format("history")
+def test_the_turn_after_a_stopped_answer_finds_its_prefix(form, tiny_lab):
+    lab, http = tiny_lab
+    before = manager_of(lab).snapshot.totals
+    first = {"role": "user", "content": f"{form.name}: " + " ".join(map(str, range(100)))}
+    with form.stream(http, Request(messages=[first], max_tokens=200)):
+        until(lambda: manager_of(lab).snapshot.totals.output_tokens > before.output_tokens)
+    turn = Request(messages=[first, {"role": "assistant", "content": "so"}, USER], max_tokens=2)
+    answer = form.answer(form.post(http, turn).json())
+    cached_tokens = manager_of(lab).snapshot.totals.cached_tokens - before.cached_tokens
+    assert cached_tokens > 0.9 * answer.prompt_tokens > 180
