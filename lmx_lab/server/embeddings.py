@@ -1,10 +1,11 @@
-"""The route ``POST /v1/embeddings``: vectors of texts."""
+"""The routes ``POST /v1/embeddings`` and, in Cohere's format, ``/v2/embed``: vectors of texts."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,19 @@ from lmx_lab.engine.lookup import public_id
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.answers import json_response
+from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
 from lmx_lab.values.outputs import InputType, Vectors
 from lmx_lab.wire.base import ANY_MODEL
-from lmx_lab.wire.embeddings import EmbeddingList, EmbeddingsBody, EncodingUsage
+from lmx_lab.wire.embeddings import (
+    CohereEmbedBody,
+    CohereEmbeddings,
+    EmbeddingList,
+    EmbeddingsBody,
+    EmbeddingType,
+    EncodingUsage,
+)
 
 NUMBERS_PER_STEP = 16_384
 """Up to this many numbers are written as text on the event loop, in about a millisecond. More are written in a thread,
@@ -35,7 +44,11 @@ INPUT_TYPES: dict[str | None, InputType | None] = {
     "document": "document",
     "search_query": "query",
     "search_document": "document",
+    "classification": None,
+    "clustering": None,
 }
+COHERE = FieldNames({"input.*": "texts.*", "input": "texts", "dimensions": "output_dimension"})
+"""Maps the fields of ``/v1/embeddings`` to those of Cohere."""
 
 
 def embedding_routes(service: InferenceService) -> APIRouter:
@@ -50,13 +63,30 @@ def embedding_routes(service: InferenceService) -> APIRouter:
         model = public_id(embeddings.report.model, local=caller.local)
         embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
         as_base64 = body.encoding_format == "base64"
-        if embeddings.vectors.size > NUMBERS_PER_STEP:
-            content = await asyncio.to_thread(embedding_list, embeddings, as_base64=as_base64)
-        else:
-            content = embedding_list(embeddings, as_base64=as_base64)
-        return json_response(content)
+        return json_response(await _written(embeddings, embedding_list, as_base64=as_base64))
+
+    @router.post("/v2/embed", response_model=CohereEmbeddings, responses=INFERENCE_ERRORS)
+    async def embed(body: CohereEmbedBody, request: Request) -> Response:
+        """Return a vector for each text, in the form of version 2 of Cohere's API."""
+        wanted = EmbeddingRequest(
+            inputs=tuple(body.texts),
+            model=None if body.model == ANY_MODEL else body.model,
+            dimensions=body.output_dimension,
+            input_type=INPUT_TYPES[body.input_type],
+            truncate=body.truncate != "NONE",
+            caller=service.caller_of(request),
+        )
+        with COHERE.in_errors():
+            embeddings = await while_connected(request, service.embed(wanted))
+        return json_response(await _written(embeddings, cohere_embeddings, body))
 
     return router
+
+
+async def _written(embeddings: Embeddings, write: Callable[..., bytes], *args: Any, **options: Any) -> bytes:
+    if embeddings.vectors.size > NUMBERS_PER_STEP:
+        return await asyncio.to_thread(write, embeddings, *args, **options)
+    return write(embeddings, *args, **options)
 
 
 def embedding_request(body: EmbeddingsBody, caller: Caller) -> EmbeddingRequest:
@@ -83,15 +113,37 @@ def embedding_list(embeddings: Embeddings, *, as_base64: bool = False) -> bytes:
     usage = EncodingUsage(prompt_tokens=report.tokens, total_tokens=report.tokens)
     model = pydantic_core.to_json(report.model)
     pieces = [b'{"object":"list","data":[']
-    rows = number_rows(embeddings.vectors)
-    if as_base64:
-        rows = (b'"%b"' % base64.b64encode(row) for row in np.ascontiguousarray(embeddings.vectors, dtype="<f4"))
-    for index, value in enumerate(rows):
+    for index, value in enumerate(_rows(embeddings.vectors, "base64" if as_base64 else "float")):
         comma = b"," if index else b""
         pieces.append(b'%b{"object":"embedding","index":%d,"embedding":%b}' % (comma, index, value))
     pieces.append(b'],"model":%b,"usage":%b}' % (model, usage.model_dump_json().encode()))
     # Joined only once, because each copy of a body of 50 MB delays all other requests.
     return b"".join(pieces)
+
+
+def cohere_embeddings(embeddings: Embeddings, body: CohereEmbedBody) -> bytes:
+    """Return the body of the answer, the JSON of ``CohereEmbeddings``."""
+    members = [
+        b'"%b":[%b]' % (kind.encode(), b",".join(_rows(embeddings.vectors, kind)))
+        for kind in dict.fromkeys(body.embedding_types or ("float",))
+    ]
+    others = {
+        "id": str(uuid.uuid4()),
+        "texts": body.texts,
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": embeddings.report.tokens}},
+        "response_type": "embeddings_by_type",
+    }
+    return b'%b,"embeddings":{%b}}' % (pydantic_core.to_json(others)[:-1], b",".join(members))
+
+
+def _rows(vectors: Vectors, kind: EmbeddingType) -> Iterator[bytes]:
+    """Return the JSON of each vector."""
+    if kind == "float":
+        return number_rows(vectors)
+    if kind == "base64":
+        return (b'"%b"' % base64.b64encode(row) for row in np.ascontiguousarray(vectors, dtype="<f4"))
+    bits = np.packbits(vectors > 0, axis=1).astype(np.int16)
+    return map(pydantic_core.to_json, (bits - 128 if kind == "binary" else bits).tolist())
 
 
 def number_rows(vectors: Vectors) -> Iterator[bytes]:

@@ -1,13 +1,15 @@
-"""Pydantic models of POST /v1/embeddings: the embeddings format of OpenAI's API, with two extensions."""
+"""Pydantic models of POST /v1/embeddings, the embeddings format of OpenAI's API with two extensions, and of POST
+/v2/embed, Cohere's format.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, Tag
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, Tag
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import WHOLE, NonEmpty, RequestModel
+from lmx_lab.wire.base import WHOLE, Neutral, NonEmpty, RequestModel
 from lmx_lab.wire.completions import BY_SHAPE, TokenIds
 
 INPUT_LIMIT = 16_384
@@ -82,3 +84,44 @@ class EmbeddingList(BaseModel):
     data: list[EmbeddingItem]
     model: str
     usage: EncodingUsage
+
+
+EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+EmbeddingTypes = TypeAliasType(
+    "EmbeddingTypes", Annotated[list[EmbeddingType], FailFast(), Field(min_length=1, max_length=4)]
+)
+
+
+class CohereEmbedBody(RequestModel):
+    """The body of POST /v2/embed, as version 2 of Cohere's API defines it."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "default", "texts": ["The sea is blue."]}]})
+
+    model: NonEmpty
+    texts: InputTexts
+    input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None
+    """The first two select the model's prompt to put before each text."""
+    embedding_types: EmbeddingTypes | None = None
+    """``binary`` and ``ubinary`` have one bit for each number, which is 1 if the number is above 0."""
+    output_dimension: Annotated[int, Field(ge=1), WHOLE] | None = None
+    truncate: Literal["NONE", "END"] | None = "END"
+    """``NONE`` refuses texts that are too long for the model."""
+
+    # Not supported; only the values without effect are valid.
+    inputs: Annotated[Any, Neutral("inputs other than texts", ([],))] = None
+    images: Annotated[Any, Neutral("images", ([],))] = None
+    max_tokens: Annotated[Any, Neutral("limits of tokens per text")] = None
+    priority: Annotated[Any, Neutral("priorities", (0,))] = None
+
+
+class CohereEmbeddings(BaseModel):
+    """The answer of POST /v2/embed."""
+
+    id: str
+    embeddings: dict[EmbeddingType, list[list[float]] | list[str]]
+    """The vectors of all texts in each requested form: numbers, base64 of little-endian float32, or bytes of bits
+    (reduced by 128 for ``binary``)."""
+    texts: list[str]
+    meta: dict[str, dict[str, JsonValue]]
+    """``api_version`` and ``billed_units``."""
+    response_type: Literal["embeddings_by_type"] = "embeddings_by_type"

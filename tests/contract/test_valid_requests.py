@@ -66,6 +66,7 @@ def _loaded(lab):
         ("POST", "/api/embeddings", {"model": "default", "prompt": "a cat"}),
         ("POST", "/v1/embeddings", {"model": "default", "input": TEXTS}),
         ("POST", "/v1/embeddings", {"model": "default", "input": TEXTS, "encoding_format": "base64"}),
+        ("POST", "/v2/embed", {"model": "default", "texts": TEXTS, "embedding_types": ["float", "binary"]}),
         ("POST", "/v1/rerank", {"model": "default", "query": "cats", "documents": TEXTS}),
         ("POST", "/v2/rerank", {"model": "default", "query": "cats", "documents": TEXTS, "top_n": 1}),
         ("POST", "/rerank", {"query": "cats", "texts": TEXTS, "return_text": True}),

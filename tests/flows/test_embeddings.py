@@ -285,3 +285,45 @@ def test_many_texts_keep_their_order(three_home):
         many, alone = lab.embed([*(f"Document {number}." for number in range(300)), SEA]), lab.embed(SEA)
     assert many.shape == (301, 32)
     assert np.allclose(many[-1], alone, atol=1e-5)
+
+
+# In the form of Cohere
+
+
+def cohere(http, **changes):
+    return http.post("/v2/embed", json={"model": "echo", "texts": [SEA, BREAD], **changes})
+
+
+def test_the_vectors_of_cohere_have_the_requested_types(http):
+    rows = np.array([embed(http, input=text)["data"][0]["embedding"] for text in (SEA, BREAD)])
+    answer = cohere(http, input_type="classification").json()
+    assert answer["embeddings"] == {"float": rows.tolist()}
+    assert (answer["texts"], answer["response_type"]) == ([SEA, BREAD], "embeddings_by_type")
+    assert answer["meta"]["billed_units"]["input_tokens"] > 0
+    found = cohere(http, embedding_types=["base64", "binary", "ubinary"]).json()["embeddings"]
+    bits = np.packbits(rows > 0, axis=1)
+    assert found["ubinary"] == bits.tolist()
+    assert found["binary"] == (bits.astype(int) - 128).tolist()
+    decoded = [np.frombuffer(base64.b64decode(text), "<f4") for text in found["base64"]]
+    np.testing.assert_allclose(decoded, rows, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"embedding_types": ["int8"]}, "embedding_types.0"),
+        ({"truncate": "START"}, "truncate"),
+        ({"images": ["data:image/png;base64,aaaa"]}, "images"),
+        ({"output_dimension": 10**6}, "output_dimension"),
+        ({"texts": []}, "texts"),
+    ],
+)
+def test_errors_of_cohere_name_its_fields(http, fields, param):
+    assert error_of(cohere(http, **fields), 400, "invalid-request")["param"] == param
+
+
+def test_a_text_of_cohere_that_is_too_long_is_truncated_or_refused(http):
+    texts = ["a", "b" * 100_000]
+    assert len(cohere(http, texts=texts).json()["embeddings"]["float"]) == 2
+    error = error_of(cohere(http, texts=texts, truncate="NONE"), 400, "context_length_exceeded")
+    assert error["param"] == "texts.1"
