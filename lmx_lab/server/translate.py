@@ -27,7 +27,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.server.convert import ConvertedMessage, content_texts, newest_question, placeholder
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.base import ANY_MODEL
-from lmx_lab.wire.chat import ChatMessage, ChatRequest, SocketStats, TextContent
+from lmx_lab.wire.chat import ChatMessage, ChatRequest, Reasoning, SocketStats, TextContent
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, TextFormat
 from lmx_lab.wire.generation import (
@@ -81,8 +81,10 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         )
     answer_format = _answer_format(request)
     is_enforced = answer_format is not None or (tools is not None and tools.forced)
-    effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    thinks = None if request.reasoning_effort != "none" else False
+    reasoning = request.reasoning or Reasoning()
+    level = request.reasoning_effort or reasoning.effort
+    effort = {} if level is None else {"reasoning_effort": level}
+    thinks = reasoning.enabled if level != "none" else False
     if request.thinking is not None and request.thinking.type in ("enabled", "disabled"):
         thinks = request.thinking.type == "enabled"
     thinks = thinks if request.enable_thinking is None else request.enable_thinking

@@ -22,10 +22,13 @@ from pydantic import (
     FailFast,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     StringConstraints,
     WithJsonSchema,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import check_members, listed, whole
@@ -117,9 +120,24 @@ class BodyModel(BaseModel):
 
 
 class RequestModel(BodyModel):
-    """A body, or a part of one, without unknown fields."""
+    """A body, or a part of one, without unknown fields. A field whose value is null is not given."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_null(cls, given: Any) -> Any:
+        # Many clients write all the fields that they know.
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in given.items() if value is not None or name in known}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        written = handler(schema)
+        handler.resolve_ref_schema(written)["additionalProperties"] = {"type": "null"}
+        return written
 
 
 class LenientModel(BodyModel):

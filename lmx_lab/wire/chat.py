@@ -204,10 +204,20 @@ TemplateVariables = TypeAliasType(
 )
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ThinkingSwitch(LenientModel):
     """Whether the model reasons before its answer. Models that do not reason ignore it."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
+class Reasoning(LenientModel):
+    """The same with an effort, in the spelling of OpenRouter."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
 
 
 class Prediction(LenientModel):
@@ -242,13 +252,14 @@ class ChatRequest(CompatibleFields):
     """The form of ``tools`` in older clients. A call is then the message's ``function_call``."""
     function_call: FunctionChoice | None = None
     """The form of ``tool_choice`` in older clients."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     """A variable of the chat template. ``none`` also disables reasoning in templates with ``enable_thinking``."""
 
     thinking: ThinkingSwitch | None = None
     """Whether the model reasons, in the spelling of DeepSeek, GLM and Kimi."""
     enable_thinking: bool | None = None
     """The same in that of Qwen."""
+    reasoning: Reasoning | None = None
 
     prediction: Prediction | None = None
     # A hint, which cannot make an answer wrong.

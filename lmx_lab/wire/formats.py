@@ -167,6 +167,15 @@ class JsonSchemaFormat(RequestModel):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_schema(cls, given: Any) -> Any:
+        # llama.cpp's form.
+        if isinstance(given, dict) and "schema" in given and "json_schema" not in given:
+            others = {name: value for name, value in given.items() if name != "schema"}
+            return {**others, "json_schema": {"schema": given["schema"]}}
+        return given
+
 
 def schema_format(schema: Any) -> JsonSchemaFormat:
     """Return the format of a schema that was checked."""

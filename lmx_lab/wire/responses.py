@@ -7,7 +7,7 @@ no effect here. These are ignored, unlike in the chat format, and named in the h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -37,7 +37,7 @@ from lmx_lab.wire.base import (
     Written,
     unknown_fields,
 )
-from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
+from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, Effort, result_text
 from lmx_lab.wire.formats import Name, Pattern, json_text
 from lmx_lab.wire.tools import (
     ARGUMENTS_SCHEMA,
@@ -53,7 +53,7 @@ LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that requests log-probabilities."""
 WITHOUT_EFFECT = ("max_tool_calls", "safety_identifier", "prompt_cache_key", "user")
 """Fields of requests that are only returned with the response."""
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = get_args(Effort)
 """Values of ``reasoning.effort`` that the chat format has."""
 
 

@@ -61,7 +61,8 @@ def test_parameters_have_the_names_of_other_servers(http, path):
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_format_has_the_names_of_llama_cpp(http, path):
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-    assert json.loads(text_of(http, path, json_schema=schema, max_tokens=50)) == {"a": 1}
+    for fields in ({"json_schema": schema}, {"response_format": {"type": "json_schema", "schema": schema}}):
+        assert json.loads(text_of(http, path, **fields, max_tokens=50)) == {"a": 1}
     grammar = 'root ::= animal " " [0-9]{2}\nanimal ::= "cat" | "dog"'
     text = text_of(http, path, grammar=grammar, response_format={"type": "text"}, max_tokens=50)
     assert text[:4] in ("cat ", "dog ")
@@ -89,6 +90,11 @@ def test_a_format_has_the_names_of_vllm(http, path, form, valid):
     for fields in ({"structured_outputs": form}, old):
         text = text_of(http, path, **fields, max_tokens=60)
         assert re.fullmatch(valid, text), text
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_field_of_another_server_may_be_null(http, path):
+    assert text_of(http, path, kv_transfer_params=None, stream_options={"other": None}) == text_of(http, path)
 
 
 def test_any_object_can_be_required_with_vllms_name(http):

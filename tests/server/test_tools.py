@@ -398,6 +398,9 @@ def test_the_error_of_an_invalid_history_names_the_message(messages, param, expe
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True, "x": [1]}},
             {"reasoning_effort": "none", "enable_thinking": True, "x": [1]},
         ),
+        ({"reasoning": {"effort": "max", "exclude": False}}, {"reasoning_effort": "max"}),
+        ({"reasoning": {"enabled": False}}, {"enable_thinking": False}),
+        ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {"enable_thinking": True}),
         ({"thinking": {"type": "auto"}}, {}),
@@ -418,7 +421,7 @@ def test_the_reasoning_budget_is_translated(given, expected):
 @pytest.mark.parametrize(
     ("changes", "param", "expected"),
     [
-        ({"reasoning_effort": "max"}, "reasoning_effort", ["'max'", "'xhigh'"]),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", ["'huge'", "'xhigh'"]),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs", ["must be a JSON object"]),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", ["set by this server"]),
         ({"chat_template_kwargs": {"chat_template": ""}}, "chat_template_kwargs.chat_template", ["'chat_template'"]),
