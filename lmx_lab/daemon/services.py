@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
@@ -19,6 +20,7 @@ from lmx_lab.daemon.tools.toolbox import Toolbox
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.errors import QueueFullError
+from lmx_lab.http.streaming import while_connected
 from lmx_lab.wire.daemon import Shutdown
 
 T = TypeVar("T")
@@ -70,20 +72,9 @@ class Subscribers:
 
     async def run_while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of ``work``. If the client disconnects or the daemon stops, cancel it and return None."""
-
-        async def wait_disconnected() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(wait_disconnected())
-        ends: set[asyncio.Future[Any]] = {task, disconnected, self.closing}
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
-        finally:
-            task.cancel()
-            disconnected.cancel()
-            await asyncio.gather(task, disconnected, return_exceptions=True)
+        with suppress(ClientDisconnect):
+            return await while_connected(request, work, stopping=self.closing)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,15 +208,11 @@ class Residents:
 
     def _start_task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task that continues when its caller is cancelled."""
-
-        def forget(task: asyncio.Task[T]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled():
-                task.exception()  # retrieved, because all callers may have left
-
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(forget)
+        task.add_done_callback(self._tasks.discard)
+        # Retrieved, because all callers may have left.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task
 
     # Loads

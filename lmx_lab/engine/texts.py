@@ -100,16 +100,12 @@ class Jobs:
             is_started: Returns whether the computation has begun.
             is_encoding: Whether it computes vectors or scores.
         """
-
-        def finish(ended: asyncio.Task[T]) -> None:
-            self._forget(ended)
-            if not ended.cancelled():
-                ended.exception()  # retrieved, because the caller may have left
-
         task = asyncio.create_task(self._run(work), name=f"lmx-lab job on {permit.admission.model}")
         self._jobs[task] = _Running(work=work, permit=permit, is_started=is_started, is_encoding=is_encoding)
         # Runs before the caller gets the result, and also if the task is cancelled before its first step.
-        task.add_done_callback(finish)
+        task.add_done_callback(self._forget)
+        # Retrieved, because the caller may have left.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -155,11 +155,16 @@ def _part(text: str) -> Message:
     return {"type": "http.response.body", "body": escape_line_ends(text).encode(), "more_body": True}
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(
+    request: Request, work: Coroutine[Any, Any, T], *, stopping: asyncio.Future[None] | None = None
+) -> T:
     """Return the result of ``work``, which is cancelled if the client disconnects.
 
+    Args:
+        stopping: Also cancels it when this future is done.
+
     Raises:
-        ClientDisconnect: the client disconnected.
+        ClientDisconnect: the client disconnected, or ``stopping`` is done.
     """
     task = asyncio.ensure_future(work)
 
@@ -169,7 +174,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
     disconnected = asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {task, disconnected, *([] if stopping is None else [stopping])}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnect

@@ -238,13 +238,9 @@ class RunningServer:
         self._lifespan = lifespan
         self._task = task
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        task.add_done_callback(self._end)
-
-    def _end(self, task: asyncio.Task[None]) -> None:
         # Errors of the start are raised in ``serve``, and later ones are logged, so asyncio should not report them.
-        if not task.cancelled():
-            task.exception()
-        self._ended.set_result(None)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        task.add_done_callback(lambda _: self._ended.set_result(None))
 
     @property
     def running(self) -> bool:

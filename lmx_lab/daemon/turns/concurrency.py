@@ -88,13 +88,9 @@ class ShieldedTasks:
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a coroutine as a task and keep a reference to it until it ends."""
-
-        def forget(ended: asyncio.Task[T]) -> None:
-            self.tasks.discard(ended)
-            if not ended.cancelled():
-                ended.exception()  # Retrieved, so that asyncio does not log it if the caller was cancelled.
-
         task = asyncio.create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(forget)
+        task.add_done_callback(self.tasks.discard)
+        # Retrieved, so that asyncio does not log it if the caller was cancelled.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task

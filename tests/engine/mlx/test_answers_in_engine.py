@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +11,6 @@ from lmx_lab.settings import Settings
 from tests.support.engines import (
     ONLY_WAIT,
     PLACE_FORMAT,
-    PLACE_TOOLS,
     FinishedAnswer,
     chat_request,
     finish_answer,
@@ -22,7 +20,7 @@ from tests.support.engines import (
 
 pytestmark = pytest.mark.anyio
 
-THINK, CALL = 3, 5
+THINK = 3
 FOUR_SLOTS = Settings(slots=4, queue_limit=8)
 
 
@@ -81,18 +79,6 @@ async def test_a_budget_counts_from_the_start_of_the_reasoning(manager):
 async def test_a_budget_has_no_effect_if_the_prompt_has_closed_the_reasoning(manager):
     answer = await run(manager, enable_thinking=False, thinking_budget=0, bias=WORDS, max_tokens=8)
     assert (answer.reasoning, answer.report.reasoning_tokens, answer.report.output_tokens) == ("", 0, 8)
-
-
-# Tool calls
-
-
-async def test_a_call_that_the_model_starts_follows_its_schema(manager):
-    free = await run(manager, tools=PLACE_TOOLS, enable_thinking=False, max_tokens=10)
-    assert (free.calls, free.report.output_tokens) == ([], 10)
-    called = await run(manager, tools=replace(PLACE_TOOLS, parallel=False), enable_thinking=False, bias={CALL: 1000.0})
-    ((_, arguments),) = called.calls
-    assert is_place(arguments)
-    assert (called.text, called.reason) == ("", "tool_calls")
 
 
 # In one batch
