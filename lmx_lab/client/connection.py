@@ -637,9 +637,7 @@ class AsyncClientBase(Generic[ConnectionType]):
         await self.aclose()
 
 
-@functools.lru_cache(maxsize=64)
-def _parse_url(url: str) -> httpx2.URL:
-    return httpx2.URL(url)
+_parse_url = functools.lru_cache(maxsize=64)(httpx2.URL)
 
 
 def media_type(headers: httpx2.Headers) -> str:

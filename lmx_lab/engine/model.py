@@ -333,8 +333,7 @@ class LoadedModel(ABC, Generic[Row]):
             LabError: as ``ModelManager.generate``.
         """
         tokenizer, answers = self._chat()
-        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
-        async with self._accepting(permits[0], arrived_at, timeout_s):
+        async with self._accepting(permits[0], request.timeout_s) as (arrived_at, timeout_s):
             generations = await self._prepare(
                 tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
             )
@@ -379,9 +378,8 @@ class LoadedModel(ABC, Generic[Row]):
             LabError: as ``ModelManager.embed``.
         """
         check_dimensions(request.dimensions, self._dimensions, self.entry)
-        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
         with self._tokenizing(request.inputs):
-            async with self._accepting(permit, arrived_at, timeout_s):
+            async with self._accepting(permit, request.timeout_s) as (arrived_at, timeout_s):
                 texts = await self._read_texts(
                     request.inputs, input_type=request.input_type, truncate=request.truncate, param="input"
                 )
@@ -398,12 +396,11 @@ class LoadedModel(ABC, Generic[Row]):
 
         A reranker scores pairs of the query and a document; an embedding model compares their vectors.
         """
-        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
         by_pairs = self.entry.kind == "rerank"
         documents: Sequence[str] = request.documents
         truncate = request.truncate or request.max_document_tokens is not None
         with self._tokenizing(request.documents):
-            async with self._accepting(permit, arrived_at, timeout_s):
+            async with self._accepting(permit, request.timeout_s) as (arrived_at, timeout_s):
                 if request.max_document_tokens is not None:
                     for at, document in enumerate(documents):
                         check_characters(document, f"documents.{at}")
@@ -522,8 +519,12 @@ class LoadedModel(ABC, Generic[Row]):
         return self._tokenizer, self._answers
 
     @contextlib.asynccontextmanager
-    async def _accepting(self, permit: Permit, arrived_at: float, timeout_s: float) -> AsyncIterator[None]:
-        """Prepare a request in the block, and check afterwards that the model still accepts it.
+    async def _accepting(self, permit: Permit, timeout_s: float | None) -> AsyncIterator[tuple[float, float]]:
+        """Prepare a request in the block, and check afterwards that the model still accepts it. Provides the time of
+        its arrival and its time limit.
+
+        Args:
+            timeout_s: The limit that the request sets; None for that of the settings.
 
         Raises:
             NotLoadedError: the model was unloaded, or is about to be.
@@ -531,10 +532,11 @@ class LoadedModel(ABC, Generic[Row]):
             EngineError: the block failed.
         """
         self.check()
-        self.worked_at = arrived_at
+        arrived_at = self.worked_at = time.perf_counter()
+        timeout_s = timeout_s or self._settings.request_timeout_s
         with self._explaining("could not be started", permit):
             async with deadline(arrived_at, timeout_s):
-                yield
+                yield arrived_at, timeout_s
         permit.check()
         self.check()
         self.worked_at = time.perf_counter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import time
 import weakref
 from collections.abc import Iterator, Sequence, Sized
 from concurrent.futures import Future
@@ -215,8 +214,7 @@ class MlxChat(MlxModel):
 
     async def trace(self, request: TraceRequest, permit: Permit) -> asyncio.Task[Trace]:
         tokenizer, _ = self._chat()
-        arrived_at, timeout_s = time.perf_counter(), request.timeout_s or self._settings.request_timeout_s
-        async with self._accepting(permit, arrived_at, timeout_s):
+        async with self._accepting(permit, request.timeout_s) as (arrived_at, timeout_s):
             tokens, clean = [
                 [] if prompt is None else await self._trace_tokens(tokenizer, prompt)
                 for prompt in (request.prompt, request.clean)
