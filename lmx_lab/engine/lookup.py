@@ -94,9 +94,10 @@ class InMemory:
 
     def named(self, name: str | None, kinds: Kinds, *, local: bool) -> Model | None:
         """Return the model that answers a request; see ``ModelManager.model_for``."""
-        entries = self.entries
+        models = self.models
+        entries = [model.entry for model in models]
         entry = find_model(entries, loaded_id(name, entries, local=local), kinds)
-        return next((model for model in self.loaded if model.entry is entry), None)
+        return models[entries.index(entry)] if entry is not None else None
 
     @property
     def present_main(self) -> Model | None:

@@ -248,6 +248,11 @@ class ModelManager:
         return self._residents.now.present_main
 
     @property
+    def main_id(self) -> str:
+        """Id of the main model; empty without one. ``snapshot`` computes much more."""
+        return self.main.entry.id if self.main is not None else ""
+
+    @property
     def snapshot(self) -> EngineSnapshot:
         """The models in memory and the state of their engines. Never blocks."""
         return self._residents.snapshot

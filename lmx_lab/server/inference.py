@@ -157,13 +157,12 @@ class InferenceService:
                 self.manager.generate(request, choices),
                 caller=caller,
                 kind="chat",
-                model=request.model or self.manager.snapshot.model or "",
+                model=request.model or self.manager.main_id,
                 is_queued=True,
             )
         except (LabError, asyncio.CancelledError) as exc:
             # The name in the request is not used: a caller can choose it freely, and it is a label of a metric.
-            model = self.manager.snapshot.model or ""
-            self._end_without_report(_kind_of(caller), model, exc, request=request, index=first)
+            self._end_without_report(_kind_of(caller), self.manager.main_id, exc, request=request, index=first)
             raise
         for at, answer in enumerate(answers):
             answer.index = first + at
