@@ -208,7 +208,8 @@ class LineChart:
             return NO_VALUES
         encoded = base64.b64encode(standalone_svg(self.svg()).encode()).decode()
         text = html.escape(f"{self.title}. {self.description()}", quote=True)
-        return f'<img width="{WIDTH}" height="{HEIGHT}" alt="{text}" src="data:image/svg+xml;base64,{encoded}">'
+        size = f'width="{WIDTH}" height="{HEIGHT}" style="max-width:100%;height:auto"'
+        return f'<img {size} alt="{text}" src="data:image/svg+xml;base64,{encoded}">'
 
     def _has_values(self) -> bool:
         return any(math.isfinite(value) for series in self.series for value in series.values)

@@ -123,7 +123,9 @@ def test_no_panel_creates_elements_from_text(browser, evil_lab, name):
     assert (shown["live"], shown["hit"]) == (0, None)
 
 
-CHART = re.compile(r'<img width="\d+" height="\d+" alt="[^"<>]*" src="data:image/svg\+xml;base64,([\w+/=]+)">')
+CHART = re.compile(
+    r'<img width="\d+" height="\d+" style="[\w:;%-]+" alt="[^"<>]*" src="data:image/svg\+xml;base64,([\w+/=]+)">'
+)
 
 
 def elements(text):
