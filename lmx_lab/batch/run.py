@@ -246,7 +246,7 @@ class BatchRun(ServerRun[_Item]):
                 await self._give_back(item, server, exc)
                 return
             if (exc.param or "").partition(".")[0] in self.options.parameters:
-                raise self._stopping_error(exc) from exc
+                raise
             answer = _failed(exc)
         server.count(output_tokens=answer.output_tokens or 0)
         await self._store(self._add(item, answer))
@@ -254,10 +254,7 @@ class BatchRun(ServerRun[_Item]):
     async def _add(self, item: _Item, answer: RowAnswer) -> None:
         """Store an answer in the cache, and finish its row."""
         if self._cache is not None:
-            try:
-                await self._cache.add({item.key: answer}, self._model.id)
-            except LabError as exc:
-                raise self._stopping_error(exc) from exc
+            await self._cache.add({item.key: answer}, self._model.id)
         self.output_tokens += answer.output_tokens or 0
         self._finish(item, answer)
 
@@ -309,7 +306,7 @@ class BatchRun(ServerRun[_Item]):
         self.errors += 1
         if self.options.errors == "raise":
             kind = ERROR_CLASSES.get(answer.code, LabError)
-            self._fail(kind(f"row {item.label!r:.80}: {answer.error}"))
+            self._fail(kind(f"row {item.label!r:.80}: {answer.error}"), concerns_row=True)
 
     def _read_values(self, answer: RowAnswer) -> tuple[RowAnswer, dict[str, Any]]:
         """Return the answer, and the values of its other columns. Values that do not match the schema are an error."""

@@ -205,6 +205,7 @@ class ServerRun(ABC, Generic[ItemT]):
         self._warnings: deque[str] = deque()
         self._changed = asyncio.Event()
         self._failure: LabError | None = None
+        self._concerns_row = False
         self._stopped = False
         self._progress_at = time.monotonic()
         self.done = 0
@@ -257,7 +258,10 @@ class ServerRun(ABC, Generic[ItemT]):
                 break
         if self._failure is not None:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            raise self._failure
+            if self._concerns_row or not self.done:
+                raise self._failure
+            # Made here, because a cancelled task may have stored another result.
+            raise self._stopping_error(self._failure) from self._failure
 
     def _start_tasks(self) -> None:
         while self._ready and not self._stopped and self._failure is None:
@@ -287,9 +291,10 @@ class ServerRun(ABC, Generic[ItemT]):
             self._start_tasks()
         self._changed.set()
 
-    def _fail(self, error: LabError) -> None:
+    def _fail(self, error: LabError, *, concerns_row: bool = False) -> None:
+        """End the run with an error: that of a row, which is raised as it is, or one that prevents further results."""
         if self._failure is None:
-            self._failure = error
+            self._failure, self._concerns_row = error, concerns_row
             self._ready.clear()
             for task in self._tasks:
                 task.cancel()
@@ -339,7 +344,7 @@ class ServerRun(ABC, Generic[ItemT]):
             LabError: there are no others.
         """
         if not self._has_others(server):
-            raise self._stopping_error(error) from error
+            raise error
         self._ready.appendleft(item)
         server.returned += rows
         if isinstance(error, QueueFullError):
@@ -365,10 +370,8 @@ class ServerRun(ABC, Generic[ItemT]):
         """Return whether a server has the model of this run."""
         return (await self._find(server.backend)).is_same(self._model)
 
-    def _stopping_error(self, error: LabError) -> LabError:
-        """Return the error that ends the run. It names the errors of all servers that have failed."""
-        if not self.done:
-            return error
+    def _stopping_error(self, error: LabError) -> BatchStoppedError:
+        """Return the error that ends a run with results. It names the errors of all servers that have failed."""
         errors = [f"{each.url}: {each.error.rstrip('.')}" for each in self._servers if each.error]
         reasons = "; ".join([error.message.rstrip("."), *errors])
         ended = f"the run ended after {self.done} {self.product} of {self._model.id}"

@@ -178,10 +178,7 @@ class EmbeddingRun(ServerRun[list[str]]):
 
     async def _compute(self, item: list[str], server: RowServer) -> None:
         if self._cache is not None:
-            try:
-                found = await self._cache.find([self._key_of(text) for text in item])
-            except LabError as exc:
-                raise self._stopping_error(exc) from exc
+            found = await self._cache.find([self._key_of(text) for text in item])
             for text in item:
                 if (answer := found.get(self._key_of(text))) is not None:
                     self._vectors[text] = np.frombuffer(base64.b64decode(answer.text or ""), dtype="<f4")
@@ -209,22 +206,20 @@ class EmbeddingRun(ServerRun[list[str]]):
             for text, vector in found.items():
                 content = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
                 answers[self._key_of(text)] = RowAnswer(text=content)
-            try:
-                await self._cache.add(answers, self._key)
-            except LabError as exc:
-                raise self._stopping_error(exc) from exc
+            await self._cache.add(answers, self._key)
 
     async def _recover(self, texts: list[str], server: RowServer, error: LabError) -> None:
         """Continue after a failed request: without the text that was refused, or with another server.
 
         Raises:
-            LabError: the run cannot continue, or a text was refused and ``errors`` is ``raise``.
+            LabError: the run cannot continue.
         """
         name, _, at = (error.param or "").partition(".")
         concerns_text = name == "input" and (at.isdigit() or len(texts) == 1)
         if isinstance(error, InvalidRequestError) and concerns_text:
             if self._errors == "raise":
-                raise error
+                self._fail(error, concerns_row=True)
+                return
             refused = texts[int(at or 0)]
             self._failures[refused] = error.message
             self.done += 1
@@ -233,7 +228,7 @@ class EmbeddingRun(ServerRun[list[str]]):
             return
         concerns_request = isinstance(error, InvalidRequestError | EngineError) and name != "model"
         if concerns_request and not isinstance(error, EngineDeadError):
-            raise self._stopping_error(error) from error
+            raise error
         await self._give_back(texts, server, error, rows=len(texts))
 
     def _key_of(self, text: str) -> str:
