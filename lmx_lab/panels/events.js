@@ -212,8 +212,10 @@ export default panel("Events", ({ model, root, head, watch }) => {
     h("div", { class: "row" }, count, copyButton(() => CODE, "code for a DataFrame", "as DataFrame"),
       h("button", { class: "quiet", onclick: () => act("clear") }, "clear")));
 
-  watch(["connection"], () => {
+  watch(["connection", "server"], () => {
     const { state, text: label, place: where, error } = get("connection");
+    // Without a kernel, its last connection is not known to be open.
+    pill.hidden = get("server").state === "disconnected";
     pill.className = "pill " + (TONES[state] ?? "");
     set(pill, label);
     set(place, where);
@@ -231,7 +233,7 @@ export default panel("Events", ({ model, root, head, watch }) => {
     if (hadFocus && !waiting.contains(document.activeElement)) scroller.focus({ preventScroll: true });
   });
   watch(["sessions", "connection"], () => {
-    hint.hidden = get("connection").state === "none" || get("sessions").length;
+    hint.hidden = get("connection").state !== "live" || get("sessions").length;
   });
   watch(["sessions", "filter"], () => {
     const { session: id, groups, text: searched } = get("filter");

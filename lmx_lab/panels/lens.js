@@ -142,7 +142,7 @@ export default panel("Lens", ({ model, root, watch }) => {
     text.setAttribute("role", scored ? "listbox" : "group");
     detail.replaceChildren();
     set(caption, line);
-    text.hidden = !line;
+    text.hidden = detail.hidden = !line;
     paint();
     if (scored && at != null) choose(at, true);
     if (hadFocus) text.focus();

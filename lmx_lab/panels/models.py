@@ -121,6 +121,8 @@ class ModelsPanel(Panel):
 
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self._records: tuple[ModelRecord, ...] = ()
+        self._is_listed = False
+        """Whether ``_records`` are those of the server; they are read some time after the panel was created."""
         self._preference: Preference | None = None
         self._installed: frozenset[str] = frozenset()
         """The names of the engines that the server can use."""
@@ -197,7 +199,7 @@ class ModelsPanel(Panel):
     def backend_changed(self) -> None:
         if self.task is not None:
             self.task.cancel()
-        self.task, self._own, self._cancelled, self._records = None, None, False, ()
+        self.task, self._own, self._cancelled, self._records, self._is_listed = None, None, False, (), False
         self._preference = self._problem = None
         self._storage_task, self._stored = None, {}
         self._sample = None
@@ -352,7 +354,7 @@ class ModelsPanel(Panel):
             backend = self.workbench.backend
             found = await backend.models()
             if backend is self.workbench.backend:
-                self._records, self._preference = tuple(found.models), found.preference
+                self._records, self._preference, self._is_listed = tuple(found.models), found.preference, True
                 self._installed = frozenset(engine.name for engine in found.engines if engine.version is not None)
                 self._problem = found.problem
                 now = time.monotonic()
@@ -431,6 +433,8 @@ class ModelsPanel(Panel):
         return states
 
     def _caption(self) -> str:
+        if not self._is_listed:
+            return ""
         count = len(self._records)
         caption = f"{count} model{'' if count == 1 else 's'} on {self.workbench.backend.state().disk}"
         return caption if count <= MAX_ROWS else f"{caption}; the first {MAX_ROWS} are shown, others load by name"

@@ -163,3 +163,13 @@ def test_a_session_can_be_followed_and_stopped_with_enough_contrast(events, them
     panel.get_by_role("button", name="Stop").click()
     events.wait(lambda: events.kernel("print(daemon.calls)") == "[('cancel', 'ses-1')]", "the turn is cancelled")
     panel.get_by_role("button", name="close").click()
+
+
+# The last test, because it restarts the kernel.
+def test_a_panel_without_a_kernel_does_not_claim_a_live_connection(events):
+    connection = events.panel("Events").locator(".head .pill:not(.state)")
+    expect(connection).to_have_text("live")
+    events.restart()
+    expect(events.panel("Events").locator(".state")).to_have_text("disconnected")
+    expect(connection).to_be_hidden()
+    events.run(0)  # so that the new kernel has answered before it is closed

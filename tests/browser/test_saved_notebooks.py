@@ -10,6 +10,7 @@ from playwright.sync_api import expect
 
 from tests.browser.jupyterlab import LAUNCH, panel_names, updates
 from tests.support.browser import serious_violations
+from tests.support.docs import ROOT
 
 MAX_BYTES = 300_000
 UPDATES = 1000
@@ -114,3 +115,14 @@ def test_converted_to_html_the_snapshot_is_shown_once(saved, jupyterlab):
     assert "Rerank: no result yet" in done.stdout
     assert QUESTION in done.stdout
     assert '<script type="application/vnd.jupyter.widget-view+json">' not in done.stdout
+
+
+@pytest.mark.long
+def test_a_copy_of_a_notebook_of_the_course_is_not_changed_by_opening_it(tab, jupyterlab, closing):
+    command = [sys.executable, ROOT / "tools" / "course.py", jupyterlab.folder / "course"]
+    subprocess.run(command, check=True)
+    tab.open("course/20_token_lens.ipynb")
+    current = "window.jupyterapp.shell.currentWidget.context.model"
+    # JupyterLab has added what the kernel says about its language.
+    tab.page.wait_for_function(f"() => {current}.sharedModel.getMetadata('language_info')?.version")
+    assert tab.page.evaluate(f"() => {current}.dirty") is False

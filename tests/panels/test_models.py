@@ -1,5 +1,6 @@
 """Test the models panel without a browser: its list, loads, unloads, refused requests."""
 
+import asyncio
 import contextlib
 import html
 import threading
@@ -48,6 +49,22 @@ def test_refresh_shows_the_list(reader, backend):
         "other": ("loaded", ""),
         **dict.fromkeys(("now", "after-unloading", "not-here"), ("on disk", "Load")),
     }
+
+
+def test_the_panel_does_not_claim_that_there_are_no_models_before_it_has_listed_them(backend, workbench):
+    may_answer, models = threading.Event(), backend.models
+
+    async def slow():
+        await asyncio.to_thread(may_answer.wait)
+        return await models()
+
+    backend.models = slow
+    reader = Reader(ModelsPanel(workbench))
+    reader.until(lambda panel: panel.choices)
+    assert (reader.panel.rows, reader.panel.caption) == ([], "")
+    may_answer.set()
+    reader.ask("refresh")
+    reader.until(lambda panel: panel.caption == "2 models on this disk")
 
 
 def test_the_faster_engine_is_named_in_one_line(reader, backend):

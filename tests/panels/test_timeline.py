@@ -1,5 +1,7 @@
 """Test the timeline panel without a browser."""
 
+import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -20,9 +22,10 @@ LOADING = ModelTimeline(kind="load", model="m", at=99.0, outcome="loaded", messa
 
 
 def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
-    requests = [[]]
+    requests, may_answer = [[]], threading.Event()
 
     async def timeline(last_s, *, most=None):
+        await asyncio.to_thread(may_answer.wait)
         if isinstance(requests[0], Exception):
             raise requests[0]
         return ServerTimeline(requests=tuple(requests[0]), models=(LOADING,))
@@ -31,6 +34,7 @@ def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
     reader = Reader(TimelinePanel(workbench))
     panel = reader.panel
     assert panel.lanes is None
+    may_answer.set()
     # The load is shown before the first request.
     reader.until(lambda panel: [lane["id"] for lane in panel.lanes or ()] == ["load-99.000000"])
     requests[0] = [ONE, replace(ONE, internal=True), replace(ONE, at=102.0, outcome="running")]
