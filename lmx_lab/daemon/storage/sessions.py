@@ -279,7 +279,17 @@ def list_page(
         parameters.append(int(archived))
     if cursor is not None:
         conditions.append("(updated_at, session_id) < (?, ?)")
-        parameters += _decode_cursor(cursor)
+        try:
+            padded = cursor + "=" * (-len(cursor) % 4)
+            parts = base64.b64decode(padded, altchars=b"-_", validate=True).decode().split(" ")
+        except (binascii.Error, UnicodeError, ValueError):
+            parts = []
+        if len(parts) != 2:
+            raise InvalidRequestError(
+                f"cursor is {cursor!r:.80}, which is not valid; use next_cursor of the previous page, or omit it",
+                param="cursor",
+            )
+        parameters += parts
     if q:
         pattern = "%" + q.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
         conditions.append("(title LIKE ? ESCAPE '\\' OR session_id LIKE ? ESCAPE '\\')")
@@ -319,19 +329,6 @@ def list_ids(view: DatabaseView, session_ids: Iterable[str] = ()) -> list[str]:
     if not requested:
         return [row["session_id"] for row in view.fetch_all("SELECT session_id FROM sessions WHERE archived = 0")]
     return [session_id for session_id in requested if _find_row(view, session_id) is not None]
-
-
-def _decode_cursor(text: str) -> list[str]:
-    try:
-        parts = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode().split(" ")
-    except (binascii.Error, UnicodeError, ValueError):
-        parts = []
-    if len(parts) != 2:
-        raise InvalidRequestError(
-            f"cursor is {text!r:.80}, which is not valid; use next_cursor of the previous page, or omit it",
-            param="cursor",
-        )
-    return parts
 
 
 # Rows
