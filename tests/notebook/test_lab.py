@@ -3,6 +3,7 @@
 import gc
 import html
 import inspect
+import json
 import pathlib
 import re
 import socket
@@ -26,7 +27,7 @@ from lmx_lab.notebook.reply import Reply
 from lmx_lab.settings import Settings
 from lmx_lab.urls import qr_data_uri
 from lmx_lab.values.models import LoadOptions, LoadSpec
-from tests.support.docs import DOCS
+from tests.support.docs import DOCS, ROOT
 from tests.support.programs import run_script
 
 pytestmark = pytest.mark.anyio
@@ -197,17 +198,21 @@ def test_completion_offers_what_a_lab_is_for(launched):
 
 
 @pytest.mark.long
-def test_mypy_knows_the_types_of_the_methods():
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
+def test_type_checkers_know_the_types_of_the_methods(checker, tmp_path):
     program = pathlib.Path(__file__).parent / "typed" / "program.py"
-    # With the cache this takes two seconds, without it half a minute.
-    cache = pathlib.Path(__file__).parents[2] / ".cache" / "mypy-users"
-    options = ["--config-file=", "--strict", "--follow-imports=silent", "--cache-dir", str(cache)]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(program)], capture_output=True, text=True, timeout=280, check=False
-    )
-    found = {int(line) for line in re.findall(r"program\.py:(\d+): error", done.stdout)}
+    # With its cache mypy takes two seconds, without it half a minute.
+    cache = ROOT / ".cache" / "mypy-users"
+    options = ["--config-file=", "--strict", "--follow-imports=silent", "--cache-dir", str(cache), str(program)]
+    if checker == "basedpyright":
+        settings = {"typeCheckingMode": "strict", "include": [str(program)], "extraPaths": [str(ROOT)]}
+        (tmp_path / "settings.json").write_text(json.dumps(settings))
+        options = ["--project", str(tmp_path / "settings.json"), "--pythonpath", sys.executable]
+    command = [sys.executable, "-m", checker, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    found = {int(line) for line in re.findall(r"program\.py:(\d+)(?::\d+ -)?:? error", done.stdout)}
     lines = program.read_text().splitlines()
-    assert found == {at for at, line in enumerate(lines, 1) if line.endswith("# wrong")}, done.stdout
+    assert found == {at for at, line in enumerate(lines, 1) if line.endswith("# wrong")}, done.stdout + done.stderr
 
 
 # The awaited form of ``chat(stream=True)`` is ``astream``, and ``close`` is another name of ``stop``.

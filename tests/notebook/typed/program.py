@@ -1,4 +1,4 @@
-"""A program that uses a lab. mypy finds an error in each line that ends with ``wrong``, and in no other line."""
+"""A program that uses a lab. Type checkers find an error in each line that ends with ``wrong``, and in no other."""
 
 from collections.abc import Iterator
 from typing import assert_type
@@ -36,4 +36,8 @@ async def awaited() -> None:
     assert_type((await lab.achat("hi")).usage.completion_tokens, int)
     async for piece in await lab.astream("hi"):
         assert_type(piece, str)
+    async for piece in lab.astream("hi"):
+        assert_type(piece, str)
+    assert_type(await lab.acomplete("hi", max_tokens=4), Reply)
+    assert_type(lab.tokenize("hi"), list[int])
     await lab.aunload(model="tiny", now=True)  # wrong
