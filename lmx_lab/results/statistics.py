@@ -388,7 +388,8 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
     If all scores are 0 or 1, the test is McNemar's, and the interval of the difference is that of D. G. Bonett and
     R. M. Price, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired data",
     Journal of Educational and Behavioral Statistics 37 (2012), which also describes few rows and equal scores.
-    Otherwise, they are a permutation test and a bootstrap interval of the differences.
+    Otherwise, they are a permutation test and a bootstrap interval of the differences. The interval contains 0 if the
+    p-value is above 0.05.
     """
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     n, better, worse = len(differences), int((differences > 0).sum()), int((differences < 0).sum())
@@ -405,6 +406,9 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
         else:
             p_value, method = sign_flips(differences), PERMUTATION
             low, high, interval = _mean_interval(differences, "differences")
+        if p_value > 1 - LEVEL:
+            # Both are approximations, and the interval must not exclude what the test does not. NaN stays.
+            low, high = min(low, 0.0), max(high, 0.0)
     return PairedTest(
         difference=mean,
         low=low,
