@@ -56,7 +56,7 @@ def find_stored(settings: Settings, name: str) -> Stored:
     item = items.get(name)
     if item is None:
         raise InvalidRequestError(
-            f"nothing named {name[:200]!r} takes space on this disk{did_you_mean(name, items)}; "
+            f"nothing named {name[:200]!r} takes space on this disk{did_you_mean(name, items) or ';'} "
             "`lmx-lab storage` lists what does",
             param="remove",
         )

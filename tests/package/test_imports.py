@@ -63,8 +63,10 @@ def test_usual_options_are_parsed_without_pydantic():
         "import types; sys.modules['lmx_lab.cli.server'] = types.SimpleNamespace(run_server=lambda settings, spec, "
         "**options: print(spec.model, settings.port, file=sys.stderr))"
     )
+    # Standard output is that of the list of modules.
     loaded = modules_loaded_by(
-        f"{server}; from lmx_lab.cli import app; app.run(['serve', '--model', 'tiny', '--port', '8123'])"
+        f"{server}; from lmx_lab.cli import app; output, sys.stdout = sys.stdout, sys.stderr; "
+        "app.run(['serve', '--model', 'tiny', '--port', '8123']); sys.stdout = output"
     )
     assert "lmx_lab.cli.serve" in loaded
     assert "pydantic" not in loaded
