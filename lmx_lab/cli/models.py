@@ -267,7 +267,7 @@ def _is_confirmed(name: str, *, yes: bool) -> bool:
     cls=Command,
     epilog=epilog(
         "lmx-lab storage                          list models and results, the largest first",
-        "lmx-lab storage --remove smollm2-135m    delete a model, after a confirmation",
+        "lmx-lab storage --remove bench           delete benchmark runs, after a confirmation",
     ),
 )
 def storage(
