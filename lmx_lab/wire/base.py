@@ -120,9 +120,13 @@ class BodyModel(BaseModel):
 
 
 class RequestModel(BodyModel):
-    """A body, or a part of one, without unknown fields. A field whose value is null is not given."""
+    """A body, or a part of one, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class FormatModel(RequestModel):
+    """A body, or a part of one, in a format of other servers. A field whose value is null is not given."""
 
     @model_validator(mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, Tag
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import WHOLE, Neutral, NonEmpty, RequestModel
+from lmx_lab.wire.base import WHOLE, FormatModel, Neutral, NonEmpty
 from lmx_lab.wire.completions import BY_SHAPE, TokenIds
 
 INPUT_LIMIT = 16_384
@@ -29,7 +29,7 @@ Input = Annotated[
 Purpose = Literal["query", "document", "search_query", "search_document"]
 
 
-class EmbeddingsBody(RequestModel):
+class EmbeddingsBody(FormatModel):
     """The body of POST /v1/embeddings."""
 
     model_config = ConfigDict(
@@ -92,7 +92,7 @@ EmbeddingTypes = TypeAliasType(
 )
 
 
-class CohereEmbedBody(RequestModel):
+class CohereEmbedBody(FormatModel):
     """The body of POST /v2/embed, as version 2 of Cohere's API defines it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "default", "texts": ["The sea is blue."]}]})

@@ -21,6 +21,7 @@ from lmx_lab.wire.base import (
     AnyModel,
     Biases,
     Choices,
+    FormatModel,
     NamedTokens,
     Neutral,
     Penalty,
@@ -63,7 +64,7 @@ Breakers = TypeAliasType(
 Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
 
 
-class StreamOptions(RequestModel):
+class StreamOptions(FormatModel):
     """Options of a streamed answer."""
 
     include_usage: bool = False
@@ -72,7 +73,7 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(RequestModel):
+class GenerationFields(FormatModel):
     """Parameters of the generation that all routes share."""
 
     model: AnyModel = ANY_MODEL

@@ -24,7 +24,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.outputs import RerankMethod
-from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, Neutral, NonEmpty, RequestModel
+from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, FormatModel, Neutral, NonEmpty
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EncodingUsage, InputTexts
 
 SEA = "How salty is the sea?"
@@ -59,7 +59,7 @@ Documents = TypeAliasType(
 )
 
 
-class RerankBody(RequestModel):
+class RerankBody(FormatModel):
     """The body of a rerank request as Jina, Cohere and vLLM define it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "default", "query": SEA, "documents": PAIR}]})
@@ -101,7 +101,7 @@ class RerankBody(RequestModel):
         return tuple(item if isinstance(item, str) else item.text for item in self.documents)
 
 
-class TextsRerankBody(RequestModel):
+class TextsRerankBody(FormatModel):
     """The body of a rerank request as Text Embeddings Inference defines it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"query": SEA, "texts": PAIR}]})
@@ -211,7 +211,7 @@ ONE_OR_MORE = Discriminator(
 )
 
 
-class ScoreBody(RequestModel):
+class ScoreBody(FormatModel):
     """The body of POST /v1/score as vLLM defines it: a query with documents, or pairs of texts."""
 
     model_config = ConfigDict(
