@@ -450,11 +450,14 @@ class Backend(Protocol):
     async def weights_of(self, model: str) -> str:
         """Return the SHA-256 of all files of a model in memory; empty if it has none, or the lab is attached."""
 
-    async def require_weights(self, model: str, weights: str, format: str = "") -> None:
-        """Check that a model is loaded, and that its files have this format and this SHA-256, unless they are empty.
+    async def require_weights(self, model: str, weights: str, engine: str = "") -> None:
+        """Check that a model is loaded on an engine, and that its files have this SHA-256, unless they are empty.
+
+        Args:
+            engine: Name of the engine, or the format of the files that it loads.
 
         Raises:
-            NotLoadedError: it is not loaded, or only in another format, on another engine.
+            NotLoadedError: it is not loaded, or on another engine.
             InvalidRequestError: its files have another hash.
         """
 

@@ -366,7 +366,7 @@ class Evaluation(Displayed):
         if row.prompt is None or not text:
             raise InvalidRequestError(f"row {row.label!r:.80} has no answer: {row.error or 'its text is empty'}")
         if self.facts.weights:
-            await backend.require_weights(self.facts.model, self.facts.weights)
+            await backend.require_weights(self.facts.model, self.facts.weights, self.facts.engine)
         parameters: Mapping[str, Any] = self.facts.settings.get("parameters", {})
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         if (system := parameters.get("system")) is not None:

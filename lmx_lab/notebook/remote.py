@@ -386,7 +386,7 @@ class RemoteBackend:
     async def weights_of(self, model: str) -> str:
         return ""
 
-    async def require_weights(self, model: str, weights: str, format: str = "") -> None:
+    async def require_weights(self, model: str, weights: str, engine: str = "") -> None:
         raise InvalidRequestError(
             f"an attached lab does not know whether its server has the files of {model} that generated the answer; use "
             "the lab that recorded the answer, or pass its token ids or its text"

@@ -23,7 +23,7 @@ from tests.support.kernels import Notebook, without_ports
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
-# Values that replace the parameters cells, as with papermill.
+# Values that replace the defaults in the cells with parameters, as with papermill.
 BENCH = {"prompt_tokens": 48, "output_tokens": 8, "concurrency": [1, 2], "repeats": 1}
 SMALL = {
     "10_bench_decode": {"engine": "mlx", "prompt_tokens": [48, 96], "output_tokens": 8, "requests": 6, "repeats": 1},
@@ -158,7 +158,7 @@ def test_a_notebook_runs_from_top_to_bottom(path, course_home, tmp_path):
 @pytest.mark.parametrize("stem", SMALL)
 def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(stem, tiny_home, tmp_path):
     notebook = nbformat.read(NOTEBOOK_FOLDER / f"{stem}.ipynb", as_version=4)
-    replace_parameters(notebook, {"model": "tiny", **SMALL[stem]})
+    inject_parameters(notebook, {"model": "tiny", **SMALL[stem]})
     # Simulate that the extra is not installed.
     notebook.cells.insert(0, nbformat.v4.new_code_cell("import sys\nsys.modules['xllamacpp'] = None"))
     shown = outputs_of(notebook, tiny_home, tmp_path)
@@ -172,7 +172,7 @@ def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(stem
 
 def test_both_engines_and_both_other_servers_are_compared_in_one_table(tiny_home, tiny_gguf, tmp_path):
     notebook = nbformat.read(NOTEBOOK_FOLDER / "12_compare_servers.ipynb", as_version=4)
-    replace_parameters(notebook, {"model": "tiny", **SMALL["12_compare_servers"], "gguf": str(tiny_gguf)})
+    inject_parameters(notebook, {"model": "tiny", **SMALL["12_compare_servers"], "gguf": str(tiny_gguf)})
     check = "print(rows.groupby('target')['engine'].first().to_dict(), rows['error'].count())"
     notebook.cells.append(nbformat.v4.new_code_cell(check))
     shown = outputs_of(notebook, tiny_home, tmp_path)
@@ -207,12 +207,12 @@ def answers(url):
         return False
 
 
-def replace_parameters(notebook, values):
-    """Set all parameters of a notebook."""
-    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-    named = {line.partition(" = ")[0] for line in cell.source.splitlines()}
-    assert named == set(values)
-    cell.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+def inject_parameters(notebook, values):
+    """Insert a cell with parameters after the cell that has their defaults, as papermill does."""
+    (at,) = [at for at, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ())]
+    assert set(values) <= {line.partition(" = ")[0] for line in notebook.cells[at].source.splitlines()}
+    source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(source))
 
 
 def outputs_of(notebook, home, folder):
