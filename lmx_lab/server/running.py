@@ -24,7 +24,7 @@ from lmx_lab.values.models import Kind
 from lmx_lab.wire.admin import RunningRequest, RunningRequests, StopRequest, StopRequestAnswer
 
 T = TypeVar("T")
-FIRST = link("running_stop", "Stop the oldest of these requests.", body={"id": "$response.body#/requests/0/id"})
+FIRST = link("admin_stop", "Stop the oldest of these requests.", body={"id": "$response.body#/requests/0/id"})
 
 
 @dataclass(eq=False, kw_only=True)
