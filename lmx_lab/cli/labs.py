@@ -158,16 +158,14 @@ def status(
     from lmx_lab.daemon.home import read_state
 
     settings = Settings.read()
-    labs = {url: [record for record in records if record.loaded] for url, records in _models_of_labs(settings).items()}
+    labs = _models_of_labs(settings)
     daemon = None
     with contextlib.suppress(LabError):
         daemon = read_state(settings.daemon_folder)
     address = None if daemon is None else local_url(daemon.host, daemon.port)
     if as_json:
-        shown = ("id", "engine", "main", "pinned", "vram_gb", "loaded_context_length", "slots")
         listed = [
-            {"url": url, "models": [{name: getattr(record, name) for name in shown} for record in records]}
-            for url, records in labs.items()
+            {"url": url, "models": [each.model_dump(mode="json") for each in records]} for url, records in labs.items()
         ]
         print_line(json.dumps({"labs": listed, "daemon": address}))
     else:
@@ -228,7 +226,8 @@ def stop(
 
 
 def _models_of_labs(settings: Settings) -> dict[str, list[ModelRecord]]:
-    """Return the models of each running lab of this home, by the lab's address. A lab that refuses is reported."""
+    """Return the models in the memory of each running lab of this home, by the lab's address. A lab that refuses is
+    reported."""
     from lmx_lab.doctor.ports import running_labs
 
     found: dict[str, list[ModelRecord]] = {}
@@ -236,7 +235,7 @@ def _models_of_labs(settings: Settings) -> dict[str, list[ModelRecord]]:
     for url in dict.fromkeys([*(lab.url for lab in running_labs(settings)), local_url(settings.host, settings.port)]):
         try:
             with lmx_lab.attach(url, api_key=settings.api_key) as lab:
-                found[url] = lab.models()
+                found[url] = [record for record in lab.models() if record.loaded]
         except UnreachableError:
             continue
         except LabError as exc:
@@ -250,7 +249,6 @@ def loaded_models(settings: Settings) -> dict[Path, str]:
         Path(record.path): f"lmx-lab unload {record.id} --url {url}"
         for url, records in _models_of_labs(settings).items()
         for record in records
-        if record.loaded
     }
 
 

@@ -402,8 +402,8 @@ class ModelFiles:
     """Its files in every format that the name means, with quantized copies."""
     links: tuple[Path, ...] = ()
     """Models in other folders that link to these files, and cannot be loaded without them."""
-    kept: tuple[Stored, ...] = ()
-    """Places with files of the same model that are not deleted here, such as those of Ollama."""
+    kept: tuple[str, ...] = ()
+    """Files of the same model that are not deleted here, such as those of Ollama, each with the reason."""
     deleted: bool = False
 
     @property
@@ -421,8 +421,7 @@ class ModelFiles:
         if any(item.what == HUB_MODEL for item in self.items):
             lines.append("other programs, such as transformers, may use files in the hub cache")
         lines += [f"{path} links to these files, and cannot be loaded without them" for path in self.links]
-        lines += [f"kept: {item.what} at {item.path}; {item.remedy}" for item in self.kept]
-        return lines
+        return [*lines, *(f"kept: {text}" for text in self.kept)]
 
     def __repr__(self) -> str:
         size = f"{self.size_bytes / 1e6:,.1f} MB"

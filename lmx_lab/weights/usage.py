@@ -79,7 +79,7 @@ def find_model(settings: Settings, name: str, *, loaded: Mapping[Path, str]) -> 
     """
     items = disk_use(settings).items
     found = {item.path: item for item in items if item.name == name and item.what in MODELS}
-    kept: dict[Path, Stored] = {}
+    kept: list[str] = []
     entries: list[ModelEntry] = []
     try:
         entries = [entry for entry in Catalog(settings).find_formats(name) if entry.format != ECHO.format]
@@ -92,17 +92,16 @@ def find_model(settings: Settings, name: str, *, loaded: Mapping[Path, str]) -> 
         # Folders of others come first, because their files are never deleted.
         item = next((it for it in places if it.remedy), places[0] if places else None)
         if item is None or item.remedy:
-            own = Stored(name=name, what="file", path=entry.path, files=(), remedy=ADDITIONAL)
-            kept[entry.path] = item or own
+            kept.append(f"{entry.path}: {ADDITIONAL if item is None else item.remedy}")
         elif item.path not in found:
-            if item.what == HUB_MODEL:
-                item = _part_of_repository(item, entry)
+            item = _part_of_repository(item, entry) if item.what == HUB_MODEL else item
             found[item.path] = item
     if not found:
-        remedies = "; ".join(f"{path}: {item.remedy}" for path, item in kept.items()) or f"{name} has no files"
+        remedies = "; ".join(kept) or f"{name} has no files"
         raise InvalidRequestError(f"{name[:200]} is not deleted here: {remedies}", param="model")
     for path, remedy in loaded.items():
-        if any(_contains(item, path) for item in found.values()):
+        # A model may be loaded by a link to these files.
+        if any(_contains(item, each) for item in found.values() for each in (path, path.resolve())):
             raise ModelBusyError(f"{name[:200]} is loaded and was not deleted; unload it first: {remedy}")
     links = []
     for other in Catalog(settings).scan():
@@ -110,7 +109,7 @@ def find_model(settings: Settings, name: str, *, loaded: Mapping[Path, str]) -> 
         is_own = any(_contains(item, other.path) for item in found.values())
         if not is_own and any(_contains(item, file.resolve()) for item in found.values() for file in files):
             links.append(other.path)
-    return ModelFiles(model=name, items=tuple(found.values()), links=tuple(links), kept=tuple(kept.values()))
+    return ModelFiles(model=name, items=tuple(found.values()), links=tuple(links), kept=tuple(kept))
 
 
 def _contains(item: Stored, path: Path) -> bool:

@@ -60,6 +60,8 @@ def test_a_model_is_unloaded_and_loaded(lab):
 
 def test_a_loaded_model_is_not_deleted(tiny_home, tmp_path):
     shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "models" / "tiny")
+    link = tmp_path / "models" / "link"
+    link.symlink_to(tmp_path / "models" / "tiny")
     with serving(tmp_path, "tiny") as lab:
         done = run(lab, "rm", "tiny", "--yes")
         assert (done.status, done.stdout) == (1, "")
@@ -70,8 +72,11 @@ def test_a_loaded_model_is_not_deleted(tiny_home, tmp_path):
         assert run(lab, "unload", "tinny").stderr.startswith(
             "invalid-request: tinny is not loaded; did you mean 'tiny'? tiny is loaded"
         )
+        lab.load(str(link))
+        assert run(lab, "rm", "tiny", "--yes").stderr.startswith("model-busy: tiny is loaded and was not deleted; ")
         lab.unload()
         plan = lab.delete_model("tiny")
+        assert f"{link} links to these files" in repr(plan)
         assert (
             repr(plan).splitlines()[-1].startswith("nothing was deleted; lab.delete_model('tiny', yes=True) deletes ")
         )
