@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
             f"a parameter has a type that JSON cannot represent ({_first_line(exc)}); use str, int, float, bool, list, "
             "dict, an enum, a dataclass or a pydantic model",
         ) from exc
-    return FunctionSchema(description=description, parameters=_remove_titles(parameters), arguments=arguments)
+    return FunctionSchema(description=description, parameters=_readable(parameters), arguments=arguments)
 
 
 def _named(parameter: inspect.Parameter, hint: Any, text: str | None) -> inspect.Parameter:
@@ -136,18 +137,21 @@ def _named(parameter: inspect.Parameter, hint: Any, text: str | None) -> inspect
     return named
 
 
-def _remove_titles(schema: Any) -> Any:
-    """Remove the titles that pydantic generates, since the model would read each of them."""
+def _readable(schema: Any) -> Any:
+    """Remove the titles that pydantic generates, since the model would read each of them, and defaults such as
+    ``math.inf``, which JSON does not have.
+    """
     if isinstance(schema, list):
-        return [_remove_titles(item) for item in schema]
+        return [_readable(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: {name: _remove_titles(value) for name, value in item.items()}
+        key: {name: _readable(value) for name, value in item.items()}
         if key in ("properties", "$defs")
-        else _remove_titles(item)
+        else _readable(item)
         for key, item in schema.items()
         if not (key == "title" and isinstance(item, str))
+        and not (key == "default" and isinstance(item, float) and not math.isfinite(item))
     }
 
 

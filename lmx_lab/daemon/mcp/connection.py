@@ -132,7 +132,7 @@ class McpConnection:
                         found[tool.name] = ToolRecord(
                             name=name,
                             description=text[:8192],
-                            parameters=schema,
+                            parameters=finite(schema),
                             read_only=hints is not None and hints.read_only_hint is True,
                             permission=self._config.permission,
                         )

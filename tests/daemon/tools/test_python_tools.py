@@ -8,6 +8,7 @@ import datetime
 import enum
 import functools
 import itertools
+import math
 import threading
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -105,6 +106,14 @@ def test_the_schema_comes_from_the_signature_and_the_docstring(tools):
     assert set(tool.parameters["$defs"]) == {"Box", "Colour", "Point"}
     assert "title" not in str(tool.parameters)
     assert {"schema", "_hidden", "loose"} <= set(properties)
+
+
+def test_a_default_that_json_does_not_have_is_not_in_the_schema(tools):
+    def find(below: float = math.inf, above: float = 0.5, between: float | None = math.nan) -> None:
+        """Finds."""
+
+    properties = tools.register(find).parameters["properties"]
+    assert ["default" in properties[name] for name in ("below", "above", "between")] == [False, True, False]
 
 
 async def test_arguments_become_the_annotated_types(tools):
