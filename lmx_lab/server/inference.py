@@ -156,13 +156,13 @@ class InferenceService:
             answers = await self.running.wait(
                 self.manager.generate(request, choices),
                 caller=caller,
-                kind="chat",
+                kind=caller.kind,
                 model=request.model or self.manager.main_id,
                 is_queued=True,
             )
         except (LabError, asyncio.CancelledError) as exc:
             # The name in the request is not used: a caller can choose it freely, and it is a label of a metric.
-            self._end_without_report(_kind_of(caller), self.manager.main_id, exc, request=request, index=first)
+            self._end_without_report(caller.kind, self.manager.main_id, exc, request=request, index=first)
             raise
         for at, answer in enumerate(answers):
             answer.index = first + at
@@ -330,7 +330,7 @@ class InferenceService:
         if recorded is not None:
             self.recording.end(recorded, answer, outcome, code)
         event = RequestEvent(
-            kind=_kind_of(answer.request.caller),
+            kind=answer.request.caller.kind,
             scope=answer.request.caller.scope,
             request_id=answer.request.caller.request_id or "",
             index=answer.index,
@@ -421,10 +421,6 @@ class RequestLog:
         route = f"{scope.get('method', 'WebSocket')} {scope['path'][:80]}"
         for text in [_describe_end(end, status) for end in ends] or [_describe_status(status)]:
             log.info("%s  %s  %s", client, route, text)
-
-
-def _kind_of(caller: Caller) -> RequestKind:
-    return "internal" if caller.internal else "chat"
 
 
 def _describe_end(end: RequestEnd, status: int | None) -> str:

@@ -20,8 +20,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import client_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import BODY, failures, link
-from lmx_lab.values.models import Kind
-from lmx_lab.wire.admin import RunningRequest, RunningRequests, StopRequest, StopRequestAnswer
+from lmx_lab.wire.admin import RequestKind, RunningRequest, RunningRequests, StopRequest, StopRequestAnswer
 
 T = TypeVar("T")
 FIRST = link("admin_stop", "Stop the oldest of these requests.", body={"id": "$response.body#/requests/0/id"})
@@ -33,7 +32,7 @@ class _Part:
 
     id: str
     caller: Caller
-    kind: Kind
+    kind: RequestKind
     model: str
     stop: Callable[[], object]
     answer: Callable[[], Answer | None] = lambda: None
@@ -52,7 +51,7 @@ class Running:
         self._numbers = count(1)
 
     async def wait(
-        self, work: Coroutine[Any, Any, T], *, caller: Caller, kind: Kind, model: str, is_queued: bool = False
+        self, work: Coroutine[Any, Any, T], *, caller: Caller, kind: RequestKind, model: str, is_queued: bool = False
     ) -> T:
         """Wait for work of a request. Cancelling the wait cancels the work.
 
@@ -90,7 +89,7 @@ class Running:
             self._parts[answer.steps] = _Part(
                 id=id_,
                 caller=answer.request.caller,
-                kind="chat",
+                kind=answer.request.caller.kind,
                 model=answer.model,
                 stop=functools.partial(_stop, reference),
                 answer=reference,

@@ -208,6 +208,10 @@ class CancelLoadAnswer(BaseModel):
     success: Literal[True] = True
 
 
+RequestKind = Kind | Literal["internal"]
+"""The kind of a request. Internal ones are steps of the lab's own work, such as scoring the tokens of an answer."""
+
+
 class RunningRequest(BaseModel):
     """A request that waits or runs."""
 
@@ -216,7 +220,7 @@ class RunningRequest(BaseModel):
     the server."""
     client: str | None
     """Address of the client; null for the notebook that runs the server."""
-    kind: Kind
+    kind: RequestKind
     model: str
     state: Literal["queued", "running"]
     """``queued``: it waits for a slot, or for its model."""
@@ -332,10 +336,6 @@ class Heartbeat(BaseModel):
     type: Literal["heartbeat"] = "heartbeat"
     uptime: float
     """Seconds since the start of the server."""
-
-
-RequestKind = Kind | Literal["internal"]
-"""The kind of a request. Internal ones are steps of the lab's own work, such as scoring the tokens of an answer."""
 
 
 class RequestEvent(BaseModel):

@@ -9,6 +9,7 @@ import pytest
 from lmx_lab.engine import Caller
 from lmx_lab.errors import RequestStoppedError
 from lmx_lab.server.running import Running
+from lmx_lab.wire.chat import ChatRequest
 from tests.support.asking import CHAT, ENDLESS, echo_body, refused
 from tests.support.labs import PACE, serving
 from tests.support.waiting import auntil, until
@@ -69,6 +70,19 @@ def test_all_choices_and_prompts_of_a_request_are_one_request(http):
         stop(http, request["id"])
         refused(answer.result(), 410, "request-stopped")
     assert listed(http) == []
+
+
+def test_steps_of_other_work_are_listed_as_internal(lab, http):
+    request = ChatRequest.model_validate(BODY)
+    answer = lab.backend.portal.run(lab.backend.generate(request))
+    step = lab.backend.portal.run(lab.backend.generate(request, internal=True))
+    assert [each["kind"] for each in listed(http)] == ["chat", "internal"]
+    for each in listed(http):
+        stop(http, each["id"])
+    for each in (answer, step):
+        with pytest.raises(RequestStoppedError):
+            lab.backend.portal.run(each.read())
+    until(lambda: listed(http) == [])
 
 
 @pytest.mark.anyio
