@@ -79,7 +79,7 @@ def pull(
     print_line(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
     from lmx_lab.doctor.engines import check_copies
 
-    for finding in check_copies(settings, only=entry.id):
+    for finding in check_copies(settings, only=entry.id) if entry.format == "gguf" else ():
         print_note(finding.text)
 
 
