@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,15 @@ T = TypeVar("T")
 MODEL = "lmx_lab.model"
 """Key of a request's scope: the name of the model in the path, which replaces that in the body; None without one."""
 NESTING_LIMIT = 64
+SURROGATES = re.compile(
+    rb"(?<!\\)((?:\\\\)*)\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
+)
+"""Matches the escapes of a pair of surrogates, whose second half is group 2, or of a lone one."""
+SURROGATE_BYTES, SURROGATE_LIMIT = 2**20, 20_000
+"""Maximum size of a body in which lone surrogates are replaced, and maximum number of its surrogates. This takes 50 ms
+at most."""
+HEX_ERRORS = ("unexpected end of hex escape", "lone leading surrogate in hex escape")
+"""Messages of the parser about a lone surrogate. They name its step and not the error."""
 RETRY_S = 2
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-large-bodies")
 """Reads the large bodies of all servers of this process, one after the other. The thread starts with the first one and
@@ -39,7 +49,7 @@ belongs to no server, so that it remains when a server ends."""
 
 
 async def read_json(text: bytes | bytearray | str, validate: Callable[[Any], T], *, wait_s: float = 3.0) -> T:
-    """Parse JSON as defined by its standard: without NaN and lone surrogates, and at most 64 levels deep.
+    """Parse JSON as defined by its standard: without NaN, and at most 64 levels deep. Lone surrogates become U+FFFD.
 
     A body of up to ``SMALL_BYTES`` with few values is read on the event loop, in a few milliseconds. Others are read on
     a thread, so that the loop continues to run, although this takes longer.
@@ -107,17 +117,28 @@ def _read(data: bytes | bytearray, validate: Callable[[Any], T], began: float = 
     if data[:3] == b"\xef\xbb\xbf":
         raise InvalidRequestError("the body begins with a byte order mark (U+FEFF); send UTF-8 without one")
     try:
-        value = pydantic_core.from_json(data, allow_inf_nan=False)
+        value = _parse(data)
     except ValueError as exc:
         what, at, place = str(exc).rpartition(" at line ")
-        if what in ("unexpected end of hex escape", "lone leading surrogate in hex escape"):
-            # The parser names its step and not the error.
+        if what in HEX_ERRORS:
             what = "a lone surrogate (\\ud800 to \\udfff without its other half) is not a character"
         raise InvalidRequestError(f"the body is not valid JSON: {what}{at}{place}") from exc
     began = _pause(began)
     if structure.may_have_infinity:
         _check_numbers(value, began)
     return validate(value)
+
+
+def _parse(data: bytes | bytearray) -> Any:
+    try:
+        return pydantic_core.from_json(data, allow_inf_nan=False)
+    except ValueError as exc:
+        # Programs that cut texts after a number of UTF-16 units, such as results of tools, send such a half, and would
+        # send it again in each later request of the conversation.
+        if len(data) > SURROGATE_BYTES or not str(exc).startswith(HEX_ERRORS):
+            raise
+    whole = SURROGATES.sub(lambda found: found[0] if found[2] else found[1] + rb"\ufffd", data, count=SURROGATE_LIMIT)
+    return pydantic_core.from_json(whole, allow_inf_nan=False)
 
 
 def _pause(began: float) -> float:

@@ -92,7 +92,8 @@ async def test_a_body_within_the_limits_is_read():
         (b"[" + b"1," * SMALL_BYTES, "not valid JSON"),
         (b"[" + b"1," * SMALL_BYTES + b"1e400]", "exceeds"),
         (b"[" * 65 + b"1," * SMALL_BYTES + b"1" + b"]" * 65, "deeper than 64"),
-        (b'{"a":"\\ud800"}' + LARGE, "lone surrogate"),
+        (b'{"a":"\\ud800"}' + b" " * 2**20, "lone surrogate"),
+        (b'"' + b"\\ud800" * 20_001 + b'"', "lone surrogate"),
         (b"\xef\xbb\xbf1" + LARGE, "byte order mark"),
         (b"[1e2," + b"1" * 401 + b"]" + LARGE, "more than 400 digits"),
         (b"[" + b"1" * 401 + b"]", "more than 400 digits"),
@@ -105,6 +106,15 @@ async def test_a_body_within_the_limits_is_read():
 async def test_errors_in_large_and_small_bodies_have_the_same_messages(body, match):
     with pytest.raises(InvalidRequestError, match=match):
         await read_value(body)
+
+
+@pytest.mark.parametrize("end", ["", " " * SMALL_BYTES])
+async def test_lone_surrogates_are_replaced(end):
+    pair, first, second = r"\ud83d\ude00", r"\uD83D", r"\ude00"
+    text = f"{pair}{first}{pair} {second}{first}x{first}" + r"\\ud83d \\" + first + r"\u00e9"
+    assert await read_value(f'["{text}"]{end}') == ["😀�😀 ��x�\\ud83d \\�é"]
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        await read_value(f'["{text}"{end}')
 
 
 @pytest.mark.slow
