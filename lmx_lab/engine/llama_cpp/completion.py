@@ -123,7 +123,7 @@ def needs_steps(request: GenerationRequest, grammar: str | None) -> bool:
 def is_repeatable(generation: LlamaGeneration) -> bool:
     """Return whether the answer is greedy or has a seed, and its prompt is so short that the result is always the same.
 
-    This requires that no cached tokens are used, because those of a longer prompt were computed differently.
+    This requires that no cached tokens of longer prompts are used, because they were computed differently.
     """
     sampling = generation.request.sampling
     return (not sampling.temperature or sampling.seed is not None) and len(generation.prompt) <= EXACT_PROMPT_TOKENS
@@ -256,6 +256,8 @@ class AnswerReader:
         """Log-probability of the last token if the token has no text: it may be the token that ends the answer."""
         self.restored_tokens = 0
         """Number of prompt tokens in the slot that was restored from disk for this request."""
+        self.uses_cache = True
+        """Whether tokens that are in the slot are not computed again."""
         self.slot = -1
         """Id of the slot that it last had; -1 before the first one."""
         self.tokens: list[int] = []
@@ -435,6 +437,9 @@ class Slot:
     scope: str | None = ""
     """The scope of the requests that have filled it (``GenerationRequest.scope``); None while it is not known."""
     tokens: list[int] = field(default_factory=list)
+    exact_tokens: int = 0
+    """Number of tokens at its beginning that only short prompts have computed. Short prompts that reuse them have the
+    same result as without a cache; see ``EXACT_PROMPT_TOKENS``."""
     used_at: float = 0.0
     """When it was last taken (``time.perf_counter``)."""
     user: LlamaGeneration | None = None

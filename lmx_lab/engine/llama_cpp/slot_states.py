@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmx_lab.engine.answers import shared_length
-from lmx_lab.engine.llama_cpp.completion import TRIAL_SLOT, LlamaGeneration, Slot
+from lmx_lab.engine.llama_cpp.completion import EXACT_PROMPT_TOKENS, EXACT_TOKENS, TRIAL_SLOT, LlamaGeneration, Slot
 from lmx_lab.engine.llama_cpp.connection import END_S, LlamaConnection, RefusedError
 from lmx_lab.engine.requests import SHARED
 
@@ -88,11 +88,11 @@ class SlotStates:
         self.token_s = 0.002
         """Time that a token of the last long prompt took."""
 
-    async def take(self, generation: LlamaGeneration, prompt: list[int], *, uses_cache: bool = True) -> Slot:
+    async def take(self, generation: LlamaGeneration, prompt: list[int], *, is_exact: bool = False) -> Slot:
         """Return a slot for a generation that is running, with the longest known prefix of its prompt.
 
         Args:
-            uses_cache: Whether the prefix may come from other slots and saved states.
+            is_exact: Whether the prefix may only consist of ``Slot.exact_tokens``, and does not come from elsewhere.
 
         Raises:
             EngineError: the process has ended.
@@ -102,10 +102,12 @@ class SlotStates:
         refused: set[Slot] = set()
         """The slots whose state cannot be copied now."""
         while True:
-            lengths = {slot: shared_length(prompt, slot.tokens) if slot.scope in scopes else 0 for slot in self._slots}
+            shared = {slot: shared_length(prompt, slot.tokens) if slot.scope in scopes else 0 for slot in self._slots}
+            usable = {slot for slot in self._slots if not is_exact or shared[slot] <= slot.exact_tokens}
+            lengths = {slot: length if slot in usable else 0 for slot, length in shared.items()}
             slot = self._choose(generation, lengths, len(prompt), refused)
             known, state = lengths[slot], None
-            if not uses_cache:
+            if is_exact:
                 break
             for saved in self._saved:
                 length = shared_length(prompt, saved.tokens) if saved.scope in scopes else 0
@@ -123,9 +125,14 @@ class SlotStates:
         async with slot.lock:
             if lengths[slot] < MIN_KEPT * len(slot.tokens) or slot.scope not in (None, scope):
                 await self._save(slot)
-            if state is not None and not await self._restore(state, slot):
-                known = 0
-            if self._files is not None and uses_cache and not generation.output_tokens:
+            generation.row.uses_cache = slot in usable
+            is_short = len(prompt) <= EXACT_PROMPT_TOKENS and (is_exact or lengths[slot] <= slot.exact_tokens)
+            slot.exact_tokens = EXACT_TOKENS if is_short else min(lengths[slot], slot.exact_tokens)
+            if state is not None:
+                slot.exact_tokens = 0
+                known = known if await self._restore(state, slot) else 0
+            if self._files is not None and not is_exact and not generation.output_tokens:
+                slot.exact_tokens = 0
                 generation.row.restored_tokens = await self._files.restore(generation, slot, known=known)
             if slot.scope not in (scope, SHARED):
                 # If the request is cancelled here, the content of the slot is not known.

@@ -175,7 +175,8 @@ class LlamaSlots:
                 generation.mailbox.steps.start(time.perf_counter())
             if slot is None or slot.user is not generation:
                 known = [*generation.prompt, *reader.tokens]
-                slot = await self._states.take(generation, known, uses_cache=self._uses_cache(generation))
+                is_exact = not self._is_invariant and not generation.output_tokens and is_repeatable(generation)
+                slot = await self._states.take(generation, known, is_exact=is_exact)
             await self._generate(generation, slot)
             reader.pause(generation)
         now = time.perf_counter()
@@ -188,9 +189,6 @@ class LlamaSlots:
                 async with asyncio.timeout(5.0):
                     await self._send_last_ids(generation)
         return report
-
-    def _uses_cache(self, generation: LlamaGeneration) -> bool:
-        return self._is_invariant or bool(generation.output_tokens) or not is_repeatable(generation)
 
     async def _send_last_ids(self, generation: LlamaGeneration) -> None:
         """Send the ids of tokens that llama.cpp did not report, if they can be found."""
@@ -301,7 +299,7 @@ class LlamaSlots:
             grammar=generation.grammar,
             markers=list(tokenizer.chat_format.markers),
             vocabulary_size=tokenizer.vocabulary_size,
-            uses_cache=self._uses_cache(generation) or output_tokens > 0,
+            uses_cache=generation.row.uses_cache or output_tokens > 0,
             timings=self._uses_drafts,
         )
 

@@ -54,6 +54,17 @@ async def test_without_room_for_states_only_slots_keep_them(long_gguf, limit):
         assert [await cached(manager, PROMPTS[at], CALLERS[at]) for at in (2, 0)] == [99, 0]
 
 
+async def test_short_prompts_that_repeat_use_cached_tokens_of_short_prompts_only(long_gguf):
+    short, caller = numbers(40, start=300), CALLERS[0]
+    longer, long = (numbers(length, start=300) for length in (50, 100))
+    async with manager_with(entry_of(long_gguf), replace(LLAMA_SETTINGS, slots=1)) as manager:
+        found = [await cached(manager, prompt, caller) for prompt in (short, longer, long, longer, longer)]
+    assert found == [0, 40, 50, 49, 49], "the first 50 tokens of the long prompt are those of the short one"
+    async with manager_with(entry_of(long_gguf), replace(LLAMA_SETTINGS, slots=1)) as manager:
+        found = [await cached(manager, prompt, caller) for prompt in (long, longer, short, longer)]
+    assert found == [0, 0, 39, 40]
+
+
 async def test_files_of_another_caller_are_not_restored(long_gguf, tmp_path):
     settings = replace(LLAMA_SETTINGS, prefix_cache_dir=tmp_path)
     async with manager_with(entry_of(long_gguf), settings) as manager:
