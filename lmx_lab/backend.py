@@ -396,10 +396,10 @@ class Backend(Protocol):
         """Return the requests of all clients that wait or run, oldest first."""
 
     async def stop_request(self, id_: str) -> str:
-        """Stop a request that waits or runs, given the beginning of its id, and return the id.
+        """Stop a request that waits or runs, given its id or a unique beginning of it, and return the id.
 
         Raises:
-            NotFoundError: no such request has this id.
+            NotFoundError: no such request, or several, have this id.
         """
 
     async def generate(self, request: ChatRequest, *, batch: bool = False, internal: bool = False) -> RunningAnswer:
@@ -407,7 +407,8 @@ class Backend(Protocol):
 
         Args:
             batch: See ``Record.batch``.
-            internal: Whether it is a step of other work, and neither recorded nor shown as a request of the notebook.
+            internal: Whether it is a step of other work. It is then neither recorded nor shown as a request of the
+                notebook.
         """
 
     async def complete(self, request: CompletionRequest) -> FinishedAnswer:

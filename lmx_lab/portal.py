@@ -80,7 +80,7 @@ class Call(concurrent.futures.Future[T]):
 
 
 async def _guarded(coro: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine. A function without ``Call``, which would refer to an error that refers to its frame."""
+    """Await a coroutine. Not a method of ``Call``, whose error would refer to this frame, and the frame to the call."""
     try:
         return await coro
     except (SystemExit, KeyboardInterrupt) as exc:

@@ -20,7 +20,7 @@ class RowPrompts:
 
     Args:
         source: A template, in which ``{name}`` is replaced by the value of a column; messages whose texts are
-            templates; or a function that is called with a copy of the row and returns a text or messages.
+            templates; or a function that takes a copy of the row and returns a text or messages.
 
     Raises:
         InvalidRequestError: the source is none of these, or a template is malformed.

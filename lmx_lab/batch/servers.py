@@ -260,7 +260,7 @@ class ServerRun(ABC, Generic[ItemT]):
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._concerns_row or not self.done:
                 raise self._failure
-            # Made here, because a cancelled task may have stored another result.
+            # Created here, because a cancelled task may have stored another result.
             raise self._stopping_error(self._failure) from self._failure
 
     def _start_tasks(self) -> None:
@@ -292,7 +292,7 @@ class ServerRun(ABC, Generic[ItemT]):
         self._changed.set()
 
     def _fail(self, error: LabError, *, concerns_row: bool = False) -> None:
-        """End the run with an error: that of a row, which is raised as it is, or one that prevents further results."""
+        """End the run with the error of a row, which is raised unchanged, or one that prevents further results."""
         if self._failure is None:
             self._failure, self._concerns_row = error, concerns_row
             self._ready.clear()

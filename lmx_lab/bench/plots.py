@@ -49,14 +49,15 @@ def by_concurrency(
     """Plot the median of each metric over the number of concurrent requests, with bars for intervals that are known.
 
     There is a line for each combination of the other values that differ, such as the target. The legend shows the names
-    of targets, and what differs, such as the engine or the model; addresses and versions only if nothing else differs.
+    of targets and the values that differ, such as the engine or the model; addresses and versions only if nothing else
+    differs.
     Percentiles of the time between tokens are computed for each answer first: ``itl_ms_p99`` is the median of the
     answers' 99th percentiles. If all requests have the same concurrency, there are bars with their values. A value that
     was not measured is not drawn; a bar or a plot without values says that they are not known.
 
     Args:
         metrics: One or several metrics.
-        names: Names of the lines or bars in the legend: in their order, or by the names that they have otherwise.
+        names: Names of the lines or bars in the legend: a sequence in their order, or a mapping from default names.
         title: Replaces the title, which contains the values that all lines have in common. With an empty title, the
             line below it, which explains the intervals, is also omitted.
         ax: Axes of a figure of matplotlib in which to draw, one for each metric. No figure is returned then, and by
@@ -65,7 +66,7 @@ def by_concurrency(
 
     Raises:
         InvalidRequestError: a metric is unknown, there is no measured request, there would be more than 20 lines, or
-            the numbers of names or axes are wrong.
+            the number of names or axes does not match.
         MissingPackageError: matplotlib or pandas is not installed.
     """
     with fonts():
@@ -207,7 +208,7 @@ def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
 
 
 def _names(columns: Sequence[str], keys: Sequence[Sequence[Any]]) -> list[str]:
-    """Return a name for each line: the name of its target and what a reader compares. Other values, such as addresses,
+    """Return a name for each line: the name of its target, its engine and its model. Other values, such as addresses,
     are added one after the other while names are equal.
     """
     known = dict(zip(columns, map(list, zip(*keys, strict=True)), strict=True))

@@ -136,8 +136,8 @@ def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float =
 
 
 def show_as_summary(table: pd.DataFrame) -> None:
-    """Let notebooks show a table of requests as the first columns of its summary. ``table.df`` is a plain data frame,
-    which notebooks show with all columns, and so are copies and selections of the table.
+    """Let notebooks show a table of requests as the first columns of its summary. ``table.df``, copies and selections
+    of the table are plain data frames, which notebooks show with all columns.
     """
     plain = table.copy(deep=False)
 

@@ -64,9 +64,7 @@ def chat(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt, of a new session if a daemon runs.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of an answer. By default that of the server, 4096.")
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of an answer. By default 4096.")] = None,
     allow: Annotated[bool, typer.Option("--allow", help="Run tools without asking for a permission.")] = False,
     url: DaemonUrl = None,
     token: DaemonToken = None,

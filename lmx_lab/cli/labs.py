@@ -220,7 +220,10 @@ def stop(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Stop a request of any client, who gets an error. Ctrl-C ends lmx-lab serve, and lmx-lab unload frees memory."""
+    """Stop a request of any client. The client gets an error.
+
+    Ctrl-C ends lmx-lab serve, and lmx-lab unload frees memory.
+    """
     with _running_lab(url, api_key) as lab:
         print_line(f"stopped {lab.stop_request(request)}")
 

@@ -63,7 +63,7 @@ class AsyncSession:
     ) -> None:
         """
         Args:
-            origin: Whether the session was created or existed, for display.
+            origin: How the session was opened, for display: created or reopened.
         """
         self.session_id = session_id
         self.origin = origin
@@ -295,8 +295,8 @@ class AsyncDaemonClient(DaemonRoutes):
         messages: Sequence[SessionMessage] = (),
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> AsyncSession:
-        """Create a session. A session of this id that exists is returned unchanged. The ``repr`` of the session says
-        which of them has happened.
+        """Create a session. A session of this id that exists is returned unchanged. The ``repr`` of the session
+        shows whether it was created or reopened.
 
         Args:
             session_id: A name of letters, digits, ``-`` and ``_``; by default a new one.

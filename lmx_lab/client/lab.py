@@ -573,17 +573,18 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         return ServerTimeline(requests=tuple(reversed(requests)), models=tuple(models))
 
     async def clients(self) -> list[RunningRequest]:
-        """Return the requests that wait or run, oldest first. A server on another machine returns only own ones."""
+        """Return the requests that wait or run, oldest first. A server on another machine returns only
+        those of this machine."""
         return (await self._connection.fetch("GET", "/admin/requests", RunningRequests, within_s=QUICK_S)).requests
 
     async def stop_request(self, id_: str) -> str:
         """Stop a request that waits or runs, whose client gets an error, and return its id.
 
         Args:
-            id_: The id in ``clients``, or the beginning of only one id.
+            id_: The id in ``clients``, or a unique beginning of it.
 
         Raises:
-            NotFoundError: no request that waits or runs has this id.
+            NotFoundError: no request that waits or runs, or several, have this id.
         """
         content = validated(StopRequest, {"id": id_})
         return (await self._connection.fetch("POST", "/admin/requests/stop", StopRequestAnswer, content=content)).id

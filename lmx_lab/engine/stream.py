@@ -120,8 +120,9 @@ class Answer:
         self.steps = mailbox.steps
         """The engine's steps for the generation so far."""
         self.pass_on: Callable[[Delta], bool] | None = None
-        """Called with a delta when the engine delivers it while the reader waits for one. Returns whether it has used
-        the delta; the reader does not get it then. Switching to the reader's task would cost more than the rest."""
+        """Called with a delta that the engine delivers while the reader waits. Returns whether it has used the delta,
+        which the reader then does not get. Switching to the reader's task would take longer than writing the delta.
+        """
         self._mailbox = mailbox
         self._cancel = cancel
         self._closed = False

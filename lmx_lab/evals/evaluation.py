@@ -72,8 +72,8 @@ class Evaluation(Displayed):
     @property
     def score(self) -> Score:
         """The mean score with its 95 % interval, and the method that computed the interval: Wilson's score interval if
-        all scores are 0 or 1, otherwise a bootstrap interval, which needs 6 different scores. The score of a row with
-        several answers is their mean.
+        all scores are 0 or 1, otherwise a bootstrap interval, which needs at least 6 scores that are not all equal.
+        The score of a row with several answers is their mean.
         """
         return score_of([score for score in map(mean_score, self._by_row) if score is not None])
 

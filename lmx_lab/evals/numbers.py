@@ -21,7 +21,7 @@ REWRITTEN = (
 )
 """Patterns of LaTeX and Unicode, with the plain text of the same meaning. Tolerances are removed."""
 SIGNS = str.maketrans("\u2010\u2011\u2012\u2013\u2212\u00d7\u00b7\u22c5\u2044\u2019", "-----***/'")
-"""The signs of ASCII for other hyphens, dashes, minus signs, signs of multiplication, slashes and apostrophes."""
+"""Maps hyphens, dashes, minus signs, signs of multiplication, slashes and apostrophes to characters of ASCII."""
 LETTERS = "A-WYZa-wyzÀ-ÖØ-öø-ӿ"
 """Alphabetic letters except x, which is also a sign of multiplication. In Chinese, for example, numbers follow words
 without a space."""
@@ -42,7 +42,7 @@ TOKEN = re.compile(
 )
 JOINED = re.compile(r"(?: ?(?:[^\W\d_]+|[$€£¥₹₩₽]|°[CF]?))?(?: *[-—~+*÷/^x] *| +(?:to|or|through|until) +|[.:])| ")
 """The text between two numbers that are a range, alternatives, an expression, a date or a time, without brackets and
-marks of Markdown. A space is one only if a sign follows."""
+marks of Markdown. A single space joins them only if the second number has a sign."""
 WITH_POINT = re.compile(r"\d*\.?\d+|[1-9]\d{0,2}([,'_ ])\d{3}(?:\1\d{3})*(?:\.\d+)?|[1-9]\d?(?:,\d\d)+,\d{3}(?:\.\d+)?")
 """Numbers with a decimal point. Digits are in groups of three or, in India, of two."""
 WITH_COMMA = re.compile(r"\d+,\d+|[1-9]\d{0,2}([.' ])\d{3}(?:\1\d{3})*,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}")
@@ -53,7 +53,7 @@ SCALES = {
 
 
 def read_number(text: str, *, is_whole: bool = False) -> tuple[float, ...]:
-    """Return the meanings of the last number in a text; none if there is no number, or it is unclear.
+    """Return the possible values of the last number in a text; none if there is no number, or it is unclear.
 
     There are two if the number is a percentage (50 and 0.5 for ``50%``), or has a letter that can be a unit (5,000,000
     and 5 for ``5M``). Names that contain digits are not numbers. A range, a date or an expression is not one number.

@@ -75,7 +75,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope.get("lmx_lab.request_id", "")
-        # Other servers than ours do not have it.
+        # None if another server than ``uvicorn_server`` runs the application.
         self._connection = (scope.get("extensions") or {}).get("lmx_lab.connection")
         self._keep_alive_s = scope["app"].state.limits.keep_alive_s
         await super().__call__(scope, receive, send)

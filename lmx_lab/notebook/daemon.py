@@ -151,14 +151,15 @@ class LabDaemon(Daemon):
         ``remove_mcp_server``.
 
         Args:
-            command: The program ``python`` is the Python of this process, unless ``env`` has another ``PATH``.
+            command: The program and its arguments. ``python`` is the Python of this process, unless ``env`` contains a
+                ``PATH``.
             wait: Whether to wait until the server has started, instead of returning at once.
             fields: Fields of ``McpServerConfig``: ``env``, ``cwd``, ``headers``, ``permission``, ``tool_timeout_s`` and
                 so on. Omitted fields have their defaults, also if the server existed with other values.
 
         Raises:
             InvalidRequestError: the command is a single text, or a field is invalid.
-            HostingError: with ``wait``, the server did not start; the message has the reason.
+            HostingError: with ``wait``, the server did not start; the message contains the reason.
         """
         if isinstance(command, str):
             raise InvalidRequestError(

@@ -331,8 +331,8 @@ class _Pieces(Stream[str]):
 
 
 class PendingStream(Stream[str]):
-    """An answer that has not started: ``async for`` starts it and yields its text, and ``await`` starts it and returns
-    its ``ReplyStream``.
+    """An answer that has not started. ``async for`` starts it and yields its text; ``await`` starts it and returns its
+    ``ReplyStream``.
     """
 
     def __init__(self, starting: Coroutine[Any, Any, ReplyStream]) -> None:

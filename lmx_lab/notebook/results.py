@@ -150,7 +150,7 @@ class ClientList(RecordList[RunningRequest]):
 async def clients(backend: Backend) -> ClientList:
     """Return who uses the server: the requests of all clients that wait or run, oldest first. ``.df`` is a data frame.
 
-    If the server is on another machine, only requests of this machine are returned.
+    A server on another machine returns only the requests of this machine.
     """
     return ClientList(await on_loop(backend.portal, backend.clients()))
 
@@ -159,7 +159,7 @@ async def stop_request(backend: Backend, id_: str) -> str:
     """Stop a request that waits or runs, and return its id. Its client gets the error ``request-stopped``.
 
     Args:
-        id_: The id in ``lab.clients()``, or the beginning of only one id.
+        id_: The id in ``lab.clients()``, or a unique beginning of it.
 
     Raises:
         NotFoundError: no request that waits or runs has this id, or several have it.

@@ -87,7 +87,7 @@ def _sentences(error: BaseException) -> list[str]:
 
 
 def _interrupt(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Return what is displayed of an interrupt or a cancellation in this package; an empty list for other errors."""
+    """Return the lines that an interrupt or a cancellation in this package displays; an empty list for other errors."""
     is_interrupt = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
     if not is_interrupt or not any(frame.filename.startswith(PACKAGE) for frame in traceback.extract_tb(trace)):
         return []

@@ -122,7 +122,7 @@ class ModelsPanel(Panel):
     def __init__(self, workbench: Workbench, **traits: Any) -> None:
         self._records: tuple[ModelRecord, ...] = ()
         self._is_listed = False
-        """Whether ``_records`` are those of the server; they are read some time after the panel was created."""
+        """Whether ``_records`` have been read from the server, which happens after the panel was created."""
         self._preference: Preference | None = None
         self._installed: frozenset[str] = frozenset()
         """The names of the engines that the server can use."""

@@ -344,7 +344,7 @@ def _listed_row(at: int, value: Any) -> TableRow:
     is_single = isinstance(value, str | np.generic) or not (
         is_dataclass(value) or isinstance(value, Iterable) or hasattr(value, "__getitem__")
     )
-    # Without a text of its own, an object has that of its address.
+    # The default text of an object is its address.
     has_text = any(getattr(type(value), name) is not getattr(object, name) for name in ("__str__", "__repr__"))
     if not is_single or not has_text:
         raise InvalidRequestError(

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from lmx_lab.errors import InvalidRequestError
 
 Formats: TypeAlias = Mapping[str, Callable[[], bytes]]
-"""The functions that return the content of a file, by its suffix."""
+"""The functions that return the content of a file, by the suffix of the file."""
 # With this policy, a page loads and runs nothing, whatever the HTML of a result contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 PAGE_CSS = """\

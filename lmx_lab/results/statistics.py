@@ -407,7 +407,7 @@ def paired_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
             p_value, method = sign_flips(differences), PERMUTATION
             low, high, interval = _mean_interval(differences, "differences")
         if p_value > 1 - LEVEL:
-            # Both are approximations, and the interval must not exclude what the test does not. NaN stays.
+            # Both are approximations. The interval must not exclude 0 if the test does not reject it. NaN is kept.
             low, high = min(low, 0.0), max(high, 0.0)
     return PairedTest(
         difference=mean,

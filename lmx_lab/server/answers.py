@@ -336,7 +336,7 @@ class Choices:
         yield answer, None
         async for delta in self._read(answer):
             yield answer, delta
-            # It has been used. Before that, and if there are several answers, it may wait in a queue.
+            # Set after the first delta was used. Before, and if there are several answers, deltas may wait in a queue.
             if self.pass_on is not None and self._choices == len(self._prompts) == 1:
                 answer.pass_on = partial(self.pass_on, answer)
         yield answer, answer.final_report()

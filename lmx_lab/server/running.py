@@ -37,7 +37,7 @@ class _Part:
     stop: Callable[[], object]
     answer: Callable[[], Answer | None] = lambda: None
     is_queued: bool = False
-    """Whether it waits, unless it has an answer."""
+    """Whether it waits. Ignored for an answer, whose progress shows this."""
     is_stopped: bool = False
     began_at: float = field(default_factory=time.perf_counter)
 
@@ -47,7 +47,7 @@ class Running:
 
     def __init__(self) -> None:
         self._parts: dict[object, _Part] = {}
-        """By the steps of the answer, or by themselves."""
+        """The key of an answer is its ``steps``, and that of a wait is the part itself."""
         self._numbers = count(1)
 
     async def wait(
@@ -122,7 +122,7 @@ class Running:
         """Stop a request, which ends with an error, and return its id.
 
         Args:
-            name: The id, or the beginning of only one id.
+            name: The id, or a unique beginning of it.
             scope: The caller whose requests may be stopped; None stops those of all.
 
         Raises:

@@ -89,7 +89,7 @@ def find_model(settings: Settings, name: str, *, loaded: Mapping[Path, str]) -> 
             raise
     for entry in entries:
         places = [item for item in items if _contains(item, entry.path)]
-        # Folders of others come first, because their files are never deleted.
+        # Folders of other programs come first, because their files are never deleted.
         item = next((it for it in places if it.remedy), places[0] if places else None)
         if item is None or item.remedy:
             kept.append(f"{entry.path}: {ADDITIONAL if item is None else item.remedy}")

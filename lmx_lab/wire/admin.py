@@ -242,7 +242,7 @@ class StopRequest(RequestModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"id": "req_0123456789abcdef"}]})
 
     id: Annotated[str, StringConstraints(min_length=1, max_length=100)]
-    """The id of a running request, or the beginning of only one."""
+    """The id of a request that waits or runs, or a unique beginning of it."""
 
 
 class StopRequestAnswer(BaseModel):

@@ -126,7 +126,7 @@ class RequestModel(BodyModel):
 
 
 class FormatModel(RequestModel):
-    """A body, or a part of one, in a format of other servers. A field whose value is null is not given."""
+    """A body, or a part of one, in a format of other servers. Unknown fields whose value is null are ignored."""
 
     @model_validator(mode="before")
     @classmethod

@@ -233,7 +233,7 @@ class LlamaRequest(LenientModel):
     return_tokens: bool | None = None
     """Whether a complete answer contains the ids of its tokens. Streams always contain them."""
     response_fields: FieldPaths | None = None
-    """The only members of the answer, such as ``content`` or ``generation_settings/seed``."""
+    """The members that a complete answer contains, such as ``generation_settings/seed``; by default all."""
 
     @field_validator("prompt", mode="before")
     @classmethod

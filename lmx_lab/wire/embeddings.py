@@ -100,7 +100,7 @@ class CohereEmbedBody(FormatModel):
     model: NonEmpty
     texts: InputTexts
     input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None
-    """The first two select the model's prompt to put before each text."""
+    """``search_query`` and ``search_document`` put the model's prompt of this kind before each text."""
     embedding_types: EmbeddingTypes | None = None
     """``binary`` and ``ubinary`` have one bit for each number, which is 1 if the number is above 0."""
     output_dimension: Annotated[int, Field(ge=1), WHOLE] | None = None
@@ -119,8 +119,8 @@ class CohereEmbeddings(BaseModel):
 
     id: str
     embeddings: dict[EmbeddingType, list[list[float]] | list[str]]
-    """The vectors of all texts in each requested form: numbers, base64 of little-endian float32, or bytes of bits
-    (reduced by 128 for ``binary``)."""
+    """The vectors of all texts in each requested form: numbers, base64 of little-endian float32, or bytes of
+    eight bits each (reduced by 128 for ``binary``)."""
     texts: list[str]
     meta: dict[str, dict[str, JsonValue]]
     """``api_version`` and ``billed_units``."""

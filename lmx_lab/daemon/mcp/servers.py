@@ -303,7 +303,7 @@ class McpServers:
         return not all(server.started.is_set() for server in self._servers.values())
 
     async def wait_started(self, name: str | None = None) -> None:
-        """Wait until no server is being started for the first time, or only the server of this name."""
+        """Wait until the first start of all servers, or of the one with this name, has ended."""
         for server in list(self._servers.values()) if name is None else [self._get(name)]:
             await server.started.wait()
 

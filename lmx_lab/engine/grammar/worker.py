@@ -48,7 +48,7 @@ class TokenTable:
     can_force: bool = False
     """Whether the engine knows the tokens of any text, for ``FORCING`` in ``grammar.build``."""
     hides_spaces: bool = False
-    """Whether the engine's grammars do not see the space with which a token begins."""
+    """Whether the engine's grammars ignore the space at the beginning of a token."""
     encode: Callable[[str], list[int]] | None = None
     """Returns the tokens of a text; None if only another process can do this."""
 

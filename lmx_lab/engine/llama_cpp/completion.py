@@ -249,9 +249,9 @@ class AnswerReader:
 
     def __init__(self, table: TokenTable | None) -> None:
         self._table = table
-        """The vocabulary. None if no answer of this model had a format yet."""
+        """The vocabulary. None if no answer of this model has had a format."""
         self._unchecked: list[int] = []
-        """The last token if it has no text, and was not compared with the format of the answer yet."""
+        """The last token if it has no text and has not been compared with the format of the answer."""
         self._hidden: TokenLogprob | None = None
         """Log-probability of the last token if the token has no text: it may be the token that ends the answer."""
         self.restored_tokens = 0
@@ -353,7 +353,7 @@ class AnswerReader:
         """Check that the format of the answer allows the tokens of an event, and return their text.
 
         Raises:
-            InvalidRequestError: it does not, because llama.cpp has not enforced it.
+            InvalidRequestError: a token is not allowed, because llama.cpp did not enforce the format.
         """
         table, text, ids = self._table, str(chunk["content"]), chunk.get("tokens") or ()
         assert table is not None
@@ -374,7 +374,7 @@ class AnswerReader:
             is_allowed = is_allowed and constraint.may_end
         if constraint.failure is not None or not is_allowed:
             raise InvalidRequestError(
-                "llama.cpp has not enforced the format of the answer, which does not allow the text after "
+                "llama.cpp has not enforced the format of the answer: the text is not allowed after "
                 f'{max(0, constraint.tokens - 1)} tokens; simplify the format, or load the model with engine="mlx"',
                 param=None if generation.request.answer_format is None else "response_format",
             )

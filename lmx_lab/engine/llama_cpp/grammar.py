@@ -46,7 +46,7 @@ times."""
 WITHOUT_SPACES = replace(
     ON_ONE_LINE, comma=",", colon=":", options={**ON_ONE_LINE.options, "item_separator": ",", "key_separator": ":"}
 )
-"""For vocabularies in which llama.cpp's grammars do not see the space with which a token begins. After a comma and a
+"""For vocabularies in which llama.cpp's grammars ignore the space at the beginning of a token. After a comma and a
 colon, models usually write such a token."""
 REFERENCE = re.compile(r"(?<=[ (])@(answer|call_\d+_arguments)\b")
 """A reference to another grammar, as ``engine.grammar`` writes it."""
