@@ -46,7 +46,7 @@ def test_a_model_in_two_formats_is_listed_once_and_runs_on_the_faster_or_the_req
     report = lab.load(NAME)
     assert f", on llama.cpp ({REASON}); 8 requests at once" in repr(report)
     assert f"engine: llama.cpp ({REASON})" in repr(lab)
-    assert f"{NAME} runs on llama.cpp ({REASON})" in lab.panel("models").snapshot_html()
+    assert f"on llama.cpp ({REASON})" in lab.panel("models").snapshot_html()
     record, card = listed(lab)
     assert (record["loaded"], record["engine"], record["engine_reason"]) == (True, "llama.cpp", REASON)
     # The former id means the file, for requests and loads.
