@@ -113,7 +113,7 @@ class ProgressBar:
         if self._progress.live.is_started:
             self._progress.stop()
         if self._display is not None:
-            self._display.update({"text/html": ""}, raw=True)
+            self._display.update({"text/html": "", "text/plain": ""}, raw=True)
         if self._job is not None:
             self._job.job = ""
 

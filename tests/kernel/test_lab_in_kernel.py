@@ -227,7 +227,7 @@ def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook):
     notebook.start("freed = lab.unload(wait=False)")
     output = notebook.read()
     assert output.error is None
-    assert "echo: unloaded, 0.00 GB freed" in output.shown[-1]["text/plain"]
+    assert "echo: unloaded, 0.00 GB freed" in output.shown[-2]["text/plain"]
     assert notebook.fail("list(pieces)").error == "NotLoadedError"
     assert notebook.run("print(lab.server.engine.snapshot.model, lab.unload())") == "None 0.00 GB freed"
 
@@ -255,7 +255,7 @@ def test_the_last_value_of_a_cell_shows_addresses_mode_and_model(lab):
     widget, snapshot = lab.read().shown
     assert "application/vnd.jupyter.widget-view+json" in widget
     for look in (widget["text/plain"], snapshot["text/html"]):
-        assert all(part in look for part in (f"http://127.0.0.1:{lab.port}", "running on", "echo ("))
+        assert all(part in look for part in (f"http://127.0.0.1:{lab.port}", "running in", "echo ("))
     assert "<script" not in snapshot["text/html"]
 
 
@@ -280,6 +280,7 @@ def test_a_load_shows_its_download_in_the_calling_cell_only(lab):
     assert output.error is None, output.message
     assert all("text/html" in bundle for bundle in output.shown)
     texts = [bundle["text/plain"] for bundle in output.shown]
+    assert texts.pop() == "", "the bar has left"
     assert [stage in text for stage, text in zip(("download", "download", "loaded"), texts, strict=True)] == [True] * 3
     assert (output.text, output.stderr) == ("", "")
     lab.run("lab.stop()")
