@@ -41,7 +41,7 @@ SURROGATE_BYTES, SURROGATE_LIMIT = 2**20, 20_000
 """Maximum size of a body in which lone surrogates are replaced, and maximum number of its surrogates. This takes 50 ms
 at most."""
 HEX_ERRORS = ("unexpected end of hex escape", "lone leading surrogate in hex escape")
-"""Messages of the parser about a lone surrogate. They name its step and not the error."""
+"""The beginnings of the parser's messages about a lone surrogate."""
 RETRY_S = 2
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-large-bodies")
 """Reads the large bodies of all servers of this process, one after the other. The thread starts with the first one and
@@ -133,8 +133,8 @@ def _parse(data: bytes | bytearray) -> Any:
     try:
         return pydantic_core.from_json(data, allow_inf_nan=False)
     except ValueError as exc:
-        # Programs that cut texts after a number of UTF-16 units, such as results of tools, send such a half, and would
-        # send it again in each later request of the conversation.
+        # Programs that cut texts after a number of UTF-16 units, such as results of tools, send lone surrogates. Each
+        # later request of the conversation contains them too.
         if len(data) > SURROGATE_BYTES or not str(exc).startswith(HEX_ERRORS):
             raise
     whole = SURROGATES.sub(lambda found: found[0] if found[2] else found[1] + rb"\ufffd", data, count=SURROGATE_LIMIT)

@@ -257,7 +257,7 @@ class AnswerReader:
         self.restored_tokens = 0
         """Number of prompt tokens in the slot that was restored from disk for this request."""
         self.uses_cache = True
-        """Whether tokens that are in the slot are not computed again."""
+        """Whether the tokens in the slot are reused."""
         self.slot = -1
         """Id of the slot that it last had; -1 before the first one."""
         self.tokens: list[int] = []

@@ -92,7 +92,7 @@ class SlotStates:
         """Return a slot for a generation that is running, with the longest known prefix of its prompt.
 
         Args:
-            is_exact: Whether the prefix may only consist of ``Slot.exact_tokens``, and does not come from elsewhere.
+            is_exact: Whether to use only ``Slot.exact_tokens`` as the prefix, and no other slots or files.
 
         Raises:
             EngineError: the process has ended.
