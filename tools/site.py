@@ -36,7 +36,14 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         *("benchmarks", "cluster", "troubleshooting", "contributing"),
     ),
     "Reference": (
-        *("reference/python", "reference/client", "reference/server-routes", "reference/daemon-routes", "routes"),
+        *(
+            "reference/lab",
+            "reference/python",
+            "reference/client",
+            "reference/server-routes",
+            "reference/daemon-routes",
+            "routes",
+        ),
         *("command-line", "configuration", "glossary", "limits", "trace-families", "benchmark-results"),
         *("dependencies", "changelog"),
     ),
@@ -48,7 +55,7 @@ PAGE_BYTES = 500_000
 CHROMIUM = Path("/usr/bin/chromium")
 CHECKED = (
     *("index.html", "server.html", "install.html", "engines.html", "notebooks/00_quickstart.html", "search.html"),
-    *("reference/python.html", "reference/client.html", "reference/daemon-routes.html"),
+    *("reference/lab.html", "reference/python.html", "reference/client.html", "reference/daemon-routes.html"),
 )
 """One page of each kind, on which accessibility is checked."""
 ACCESSIBLE = (
@@ -101,14 +108,16 @@ def main(target: Path) -> int:
     _write_index()
     _write_notebooks()
     (SOURCE / "reference").mkdir()
-    _write_names("python", lmx_lab, "The package lmx_lab")
-    _write_names("client", lmx_lab.client, "The package lmx_lab.client")
+    # A lab has a page of its own, because its methods have as much text as all other names.
+    _write_names("lab", lmx_lab, ["Lab"], "A lab")
+    _write_names("python", lmx_lab, [name for name in lmx_lab.__all__ if name != "Lab"], "The package lmx_lab")
+    _write_names("client", lmx_lab.client, lmx_lab.client.__all__, "The package lmx_lab.client")
     _write_routes()
     extra = [str(GALLERY.parent / "site-extra")] if GALLERY.is_dir() else []
     if extra:
         shutil.copytree(GALLERY, Path(extra[0]) / "gallery", dirs_exist_ok=True)
     (SOURCE / "conf.py").write_text(CONFIGURATION.replace("EXTRA", repr(extra)), encoding="utf-8")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(SOURCE), str(target)]
+    command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", str(SOURCE), str(target)]
     status = subprocess.run(command, check=False).returncode
     if not status:
         problems = _finish(target)
@@ -195,10 +204,10 @@ def _write_notebooks() -> None:
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 
 
-def _write_names(page: str, package: Any, title: str) -> None:
-    """Write the page of a package: each public name with its signature, docstring and stability."""
+def _write_names(page: str, package: Any, names: Sequence[str], title: str) -> None:
+    """Write a page of public names of a package: each with its signature, docstring and stability."""
     parts = [f"# {title}", "[Scope](../scope.md#stability) explains the labels, also those of methods of `Lab`."]
-    for name in package.__all__:
+    for name in names:
         found = getattr(package, name)
         kind = "autoclass" if inspect.isclass(found) else "autofunction" if callable(found) else "autodata"
         options = (
