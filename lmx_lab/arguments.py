@@ -52,15 +52,24 @@ def _schema_format(response_format: Any) -> Any:
 
 def _tools(tools: Any) -> Any:
     """Replace Python functions by tools with their name, docstring and the JSON schema of their parameters."""
-    converted = _to_python(tools)
+    if callable(tools):
+        tools = [tools]
+    converted = list(tools) if isinstance(tools, Iterable) and not isinstance(tools, str | bytes | Mapping) else tools
     if not isinstance(converted, list) or not any(map(callable, converted)):
         return converted
     # Imported here, because reading docstrings takes a package that most programs do not need.
     from lmx_lab.wire.function_schema import function_schema
 
+    functions: dict[str, Any] = {}
+
     def of_function(function: Any) -> dict[str, Any]:
         schema = function_schema(function)
-        name = getattr(function, "__name__", type(function).__name__)
+        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+        # The server ignores a second tool with the same name.
+        if functions.setdefault(name, function) != function:
+            raise InvalidRequestError(
+                f"tools has two functions with the name {name!r:.100}; rename one of them", param="tools"
+            )
         described = {"name": name, "description": schema.description, "parameters": schema.parameters}
         return {"type": "function", "function": described}
 

@@ -32,6 +32,7 @@ from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.portal import HostedLoop, LoopThread
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.admin import model_records
+from lmx_lab.server.completions import prompt_text
 from lmx_lab.server.embeddings import embedding_request
 from lmx_lab.server.events import sample
 from lmx_lab.server.recording import request_to_json
@@ -530,7 +531,11 @@ class LocalBackend:
     async def complete(self, request: CompletionRequest) -> FinishedAnswer:
         (wanted,) = completion_requests(request)
         (answer,) = await self._services.inference.submit(replace(wanted, caller=Caller(local=True, own=True)))
-        return await _running(answer).read()
+        # Before the answer, because the model may be unloaded after it.
+        prompt = await prompt_text(self._services.manager, answer) if request.echo else ""
+        finished = await _running(answer).read()
+        scores = answer.prompt_scores.tokens if request.echo and answer.prompt_scores else ()
+        return replace(finished, text=prompt + finished.text, tokens=(*scores, *finished.tokens))
 
     async def embed(self, body: EmbeddingsBody) -> Vectors:
         vectors = (await self._services.inference.embed(embedding_request(body, Caller(local=True)))).vectors

@@ -50,7 +50,7 @@ from lmx_lab.wire.admin import (
 )
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, TokenLogprobs, TopLogprob
-from lmx_lab.wire.completions import CompletionRequest
+from lmx_lab.wire.completions import CompletionLogprobs, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import StreamOptions, Timings
 from lmx_lab.wire.rerank import RerankBody
@@ -334,7 +334,7 @@ class RemoteBackend:
         if usage is None or timings is None or choice.finish_reason is None:
             raise UnreachableError(NO_COST.format(url=self._client.url))
         return FinishedAnswer.of(
-            Delta(text=choice.text, tokens=0),
+            Delta(text=choice.text, tokens=0, logprobs=_token_logprobs(choice.logprobs) if choice.logprobs else ()),
             model=completion.model,
             finish_reason=choice.finish_reason,
             usage=usage,
@@ -411,23 +411,18 @@ class RemoteBackend:
                 f"{self._client.url} did not return the log-probabilities of a prompt, unlike an LMX Lab server; check "
                 "the address"
             )
-        tops = [
-            tuple(
-                TokenLogprob(token=None, text=text, bytes=token_bytes(text), logprob=logprob)
-                for text, logprob in sorted((top or {}).items(), key=lambda item: -item[1])
-            )
-            for top in scores.top_logprobs
-        ]
-        return [
-            TokenLogprob(
-                token=tokens[at],
-                text=scores.tokens[at],
-                bytes=token_bytes(scores.tokens[at]),
-                logprob=scores.token_logprobs[at],
-                top=tops[at],
-            )
-            for at in range(start, len(tokens))
-        ]
+        return [replace(score, token=tokens[at]) for at, score in enumerate(_token_logprobs(scores)) if at >= start]
+
+
+def _token_logprobs(scores: CompletionLogprobs) -> tuple[TokenLogprob, ...]:
+    def read(text: str, logprob: float | None) -> TokenLogprob:
+        return TokenLogprob(token=None, text=text, bytes=token_bytes(text), logprob=logprob)
+
+    tops = [sorted((top or {}).items(), key=lambda item: -item[1]) for top in scores.top_logprobs]
+    return tuple(
+        replace(read(text, logprob), top=tuple(read(*item) for item in top))
+        for text, logprob, top in zip(scores.tokens, scores.token_logprobs, tops, strict=True)
+    )
 
 
 class RemoteServer:

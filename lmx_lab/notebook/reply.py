@@ -336,28 +336,42 @@ class PendingStream(Stream[str]):
     """
 
     def __init__(self, starting: Coroutine[Any, Any, ReplyStream]) -> None:
-        self._starting = starting
+        self._starting: Coroutine[Any, Any, ReplyStream] | None = starting
+        self._stream: ReplyStream | None = None
         self._pieces: _Pieces | None = None
 
     def __await__(self) -> Generator[Any, Any, ReplyStream]:
         # As a generator, which keeps this object: deleting it would close the coroutine.
-        return (yield from self._starting.__await__())
+        return (yield from self._start().__await__())
 
     @property
     def reply(self) -> Reply | None:
         """The reply, once an iteration has reached the end."""
-        return None if self._pieces is None else self._pieces.stream.reply
+        return None if self._stream is None else self._stream.reply
 
     def __repr__(self) -> str:
         return "<PendingStream: iterate over it with `async for`, or await it>"
 
+    async def _start(self) -> ReplyStream:
+        if self._stream is None:
+            starting, self._starting = self._starting, None
+            if starting is None:
+                raise RuntimeError("this stream was closed, or another task is starting it; call astream again")
+            self._stream = await starting
+        return self._stream
+
     async def _next(self) -> str | End:
         if self._pieces is None:
-            self._pieces = _Pieces(await self._starting)
+            self._pieces = _Pieces(await self._start())
         return await self._pieces._next()
 
     def close(self) -> None:
-        self._starting.close() if self._pieces is None else self._pieces.close()
+        # A stream that was only awaited belongs to the caller.
+        if self._pieces is not None:
+            self._pieces.close()
+        elif self._starting is not None:
+            self._starting.close()
+            self._starting = None
 
 
 class LiveText:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import Answer, GenerationRequest, TextPrompt, TokenPrompt
+from lmx_lab.engine import Answer, GenerationRequest, ModelManager, TextPrompt, TokenPrompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import Responses, event_stream
@@ -61,12 +61,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
 
         The scores of the prompt are known at the first token or, without tokens, at the end.
         """
-        prompt = answer.request.prompt
-        if isinstance(prompt, TextPrompt):
-            text = prompt.text
-        else:
-            assert isinstance(prompt, TokenPrompt)
-            text = await service.manager.decode(answer, prompt.tokens)
+        text = await prompt_text(service.manager, answer)
         is_echoed = False
         async for delta in answer:
             if not is_echoed:
@@ -146,6 +141,15 @@ def completion_routes(service: InferenceService) -> APIRouter:
         return await complete(body, request, infill=True)
 
     return router
+
+
+async def prompt_text(manager: ModelManager, answer: Answer) -> str:
+    """Return the prompt of an answer to a plain text or to token ids."""
+    prompt = answer.request.prompt
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    assert isinstance(prompt, TokenPrompt)
+    return await manager.decode(answer, prompt.tokens)
 
 
 async def _with_tokens(service: InferenceService, body: LlamaRequest, request: Request) -> LlamaRequest:

@@ -15,7 +15,7 @@ from docstring_parser import Docstring, DocstringMeta, DocstringStyle, ParseErro
 from docstring_parser.google import GoogleParser, Section, SectionType
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic_core import PydanticSerializationError, SchemaError, to_jsonable_python
 
 from lmx_lab.errors import InvalidRequestError
 
@@ -108,6 +108,9 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
     try:
         arguments: TypeAdapter[dict[str, Any]] = TypeAdapter(cast("Any", collect))
         parameters = arguments.json_schema()
+    except SchemaError as exc:
+        # The last line is that of the cause.
+        raise _unusable(function, f"an annotation is not valid ({str(exc).splitlines()[-1].strip():.300})") from exc
     except (PydanticUserError, PydanticUndefinedAnnotation) as exc:
         raise _unusable(
             function,
@@ -130,7 +133,8 @@ def _named(parameter: inspect.Parameter, hint: Any, text: str | None) -> inspect
         hint = Annotated[hint, Field(description=text)]
     named = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint)
     try:
-        to_jsonable_python(None if parameter.default is inspect.Parameter.empty else parameter.default)
+        default = to_jsonable_python(None if parameter.default is inspect.Parameter.empty else parameter.default)
+        json.dumps(default, ensure_ascii=False, allow_nan=False).encode()
     except (PydanticSerializationError, ValueError):
         # JSON cannot represent the default, so the schema does not show it. The function still uses it.
         return named.replace(default=Field(default_factory=lambda: None))
@@ -148,6 +152,8 @@ def _readable(schema: Any) -> Any:
     return {
         key: {name: _readable(value) for name, value in item.items()}
         if key in ("properties", "$defs")
+        else item
+        if key in ("default", "const", "enum", "examples")
         else _readable(item)
         for key, item in schema.items()
         if not (key == "title" and isinstance(item, str))

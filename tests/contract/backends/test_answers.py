@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import gc
 import json
 import pickle
@@ -56,6 +57,24 @@ async def test_the_pieces_of_a_stream_are_its_reply(lab):
     assert "".join([piece async for piece in pending]) == pending.reply.text != ""
     with pytest.raises(InvalidRequestError, match="temperature"):
         await anext(aiter(lab.astream("hi", temperature=-1)))
+    # Awaiting and iterating start the same answer once, in any order and number.
+    assert (await pending).reply is pending.reply
+    pending = lab.astream(TEXT, max_tokens=15, temperature=0)
+    awaited = await pending
+    assert "".join([piece async for piece in pending]) == awaited.text == pending.reply.text
+
+    # Of two tasks, one reads the stream, and the other gets an error.
+    async def read(shared):
+        return [piece async for piece in shared]
+
+    shared = lab.astream(TEXT, max_tokens=15, temperature=0)
+    pieces, error = await asyncio.gather(read(shared), read(shared), return_exceptions=True)
+    assert "".join(pieces) == awaited.text
+    assert isinstance(error, RuntimeError)
+    shared = lab.astream(TEXT)
+    shared.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        await shared
     # The blocking form, in another thread, because this one runs the loop.
     blocking = lab.chat(TEXT, stream=True, max_tokens=15, temperature=0)
     assert "".join(await asyncio.to_thread(list, blocking)) == blocking.reply.text
@@ -68,9 +87,16 @@ async def test_plain_text_is_continued_without_a_template(lab, served):
         "length",
     )
     assert (reply.usage.completion_tokens, reply.usage.prompt_tokens) == (4, len(await lab.atokenize(TEXT)))
+    scored = await lab.acomplete("hi there", max_tokens=0, echo=True, logprobs=0)
+    assert (scored.text, len(scored.tokens)) == ("hi there", scored.usage.prompt_tokens)
     tokens = await lab.atokenize(TEXT)
     assert (await lab.acomplete(tokens, max_tokens=4, temperature=0)).text == reply.text
-    assert (await lab.acomplete("hi", max_tokens=1, echo=True)).text.startswith("hi")
+    for prompt in ("hi there", await lab.atokenize("hi there")):
+        echoed = await lab.acomplete(prompt, max_tokens=1, echo=True, logprobs=2)
+        assert echoed.text == "hi there" + (await lab.acomplete(prompt, max_tokens=1)).text
+        assert [token.text for token in echoed.tokens][:-1] == [token.text for token in scored.tokens]
+        assert echoed.tokens[0].logprob is None
+        assert len(echoed.tokens[-1].top) == 2
     for wrong in ({"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}, {"prompt": "a", "stream": True}):
         with pytest.raises(InvalidRequestError, match=r"complete\(\)"):
             await lab.acomplete(**wrong)
@@ -109,6 +135,12 @@ async def test_python_functions_are_tools(lab):
     assert reply.usage.prompt_tokens == same.usage.prompt_tokens
     with pytest.raises(InvalidRequestError, match="cannot be a tool: its parameter 'args'"):
         await lab.achat("hello", tools=[lambda *args: None])
+    in_rome = functools.partial(weather, "Rome")
+    for given in (weather, {weather}, {"weather": weather}.values(), [weather, weather], [in_rome]):
+        called = await lab.achat("hello", tools=given, tool_choice="required", max_tokens=60, temperature=0)
+        assert {it.name for it in called.tool_calls} == {"weather"}
+    with pytest.raises(InvalidRequestError, match="two functions with the name 'weather'"):
+        await lab.achat("hello", tools=[weather, in_rome])
 
 
 async def test_replies_can_be_copied_stored_and_listed(lab):

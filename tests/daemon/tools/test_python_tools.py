@@ -159,6 +159,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
     def frame(table: pd.DataFrame) -> None: ...
     def unknown(a: Nowhere) -> None: ...  # noqa: F821
     def callback(a: Callable[[int], int]) -> None: ...
+    def ahead(a: Annotated[str, Field(pattern="(?=a)")]) -> None: ...
     def undecided(a: Annotated[Point | Box, Field(discriminator="kind")]) -> None: ...
 
     remedies = {
@@ -168,6 +169,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
         frame: "JSON cannot represent",
         unknown: "Nowhere",
         callback: "JSON cannot represent",
+        ahead: "look-around",
         undecided: "JSON cannot represent",
     }
     for function, remedy in remedies.items():
@@ -205,6 +207,13 @@ def test_methods_partials_and_callable_objects_can_be_tools(tools):
     def odd_default(a: int = 1, b: Any = object()) -> None: ...  # noqa: B008
 
     assert "required" not in tools.register(odd_default).parameters
+
+    def written(a: float = math.nan, b: str = "\ud800", c: dict = {"title": "T"}) -> None: ...  # noqa: B006
+
+    # The schema has no default that JSON cannot represent, and keeps titles in other values than schemas.
+    a, b, c = tools.register(written).parameters["properties"].values()
+    assert "default" not in {**a, **b}
+    assert c["default"] == {"title": "T"}
 
 
 @pytest.mark.parametrize(
