@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_type_hints
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.engines import ENGINES, engine_for
@@ -82,7 +82,10 @@ planned_spec.__signature__ = Signature(  # type: ignore[attr-defined]
             each.name,
             Parameter.KEYWORD_ONLY,
             default=Parameter.empty if each.default is MISSING else each.default,
-            annotation=_TYPES[each.name],
+            # A URL has at most 64 KiB, and a character of a name up to 12 bytes in it.
+            annotation=Annotated[_TYPES[each.name], Query(max_length=1024)]
+            if each.name in ("model", "draft")
+            else _TYPES[each.name],
         )
         for each in fields(LoadSpec)
         if each.name not in OPTIONS_OF_STAY
