@@ -29,8 +29,7 @@ SCRIPT = Path(__file__).with_name("worker.py")
 PACKAGE = "xllamacpp"
 INSTALL = install_command(PACKAGE)
 LOAD_MEASURE_S, MEASURE_S = 0.2, 1.0
-"""Intervals at which the memory of the process is measured: while it loads a model, and later."""
-"""Interval at which the memory of the process is compared with its limit."""
+"""Intervals at which the memory of the process is compared with its limit: while it loads a model, and later."""
 STACK_BYTES = 2**30
 """Part of the hard limit that allows for the stacks of threads, which are reserved but mostly unused."""
 END_S = 5.0
