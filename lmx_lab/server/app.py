@@ -22,6 +22,7 @@ from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
 from lmx_lab.server.admin import admin_routes, listing_routes
 from lmx_lab.server.chat import chat_routes
+from lmx_lab.server.cohere import cohere_routes
 from lmx_lab.server.completions import completion_routes
 from lmx_lab.server.embeddings import embedding_routes
 from lmx_lab.server.events import ServerEvent, event_routes
@@ -127,6 +128,7 @@ def create_server(
     api.include_router(chat_routes(inference))
     api.include_router(completion_routes(inference))
     api.include_router(messages_routes(inference))
+    api.include_router(cohere_routes(inference))
     api.include_router(responses_routes(inference))
     api.include_router(ollama_routes(inference))
     api.include_router(ollama_model_routes(manager))

@@ -1,4 +1,4 @@
-"""Tool loops of LiteLLM's providers for Ollama, which cannot force a call, with scripted answers: ``make clients``.
+"""Tool loops of LiteLLM's providers that cannot force a call, with scripted answers: ``make clients``.
 
 They run in the environment of the clients, against the server at the address in the environment variable ``LAB``.
 """
@@ -18,9 +18,10 @@ QUESTION = {"role": "user", "content": "How many people live in Paris?"}
 
 
 def main() -> None:
-    for provider in ("ollama_chat", "ollama"):
+    for provider, path in (("ollama_chat", ""), ("ollama", ""), ("cohere", "/v2/chat")):
         for stream in (False, True):
-            call = {"model": f"{provider}/default", "api_base": os.environ["LAB"], "tools": [TOOL], "stream": stream}
+            base = f"{os.environ['LAB']}{path}"
+            call = {"model": f"{provider}/default", "api_base": base, "tools": [TOOL], "stream": stream, "api_key": "x"}
 
             def answer(*messages, call=call):
                 answered = litellm.completion(messages=list(messages), **call)

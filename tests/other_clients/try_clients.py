@@ -73,6 +73,7 @@ SCRIPT = (
     *({"tool_calls": [CITY]}, LARGE) * 2,
     # The provider ``ollama`` describes the tools in its prompt, and always requires JSON.
     *(json.dumps(CITY), json.dumps({"answer": LARGE})) * 2,
+    *({"tool_calls": [CITY]}, LARGE) * 2,
     *[JOKE] * 4,
     *({"tool_calls": [{"name": "get_weather", "arguments": {"location": "San Francisco"}}]}, "It is sunny.") * 2,
 )
@@ -140,12 +141,12 @@ def _try_ai_sdk(server: Serving, npm: Path) -> bool:
 
 
 def _run_litellm_tool_loop(server: Serving, programs: Path) -> bool:
-    print("\n--- LiteLLM, tool loops of ollama and ollama_chat", flush=True)
+    print("\n--- LiteLLM, tool loops of ollama, ollama_chat and cohere", flush=True)
     environ = {**os.environ, "LAB": f"http://127.0.0.1:{server.port}"}
     command = [programs / "python", HERE / "litellm_tool_loop.py"]
     output = subprocess.run(command, env=environ, check=False, stdout=subprocess.PIPE, text=True).stdout
     print(output)
-    return output.count('population {"city": "Paris"}') == output.count(LARGE) == 4
+    return output.count('population {"city": "Paris"}') == output.count(LARGE) == 6
 
 
 def _run_langchain_tests(selected: str, server: Serving, programs: Path) -> bool:

@@ -483,6 +483,77 @@ class Messages(Format):
         return {"x-api-key": key}
 
 
+class Cohere(Format):
+    """Version 2 of Cohere's chat format."""
+
+    name, path, end = "cohere", "/v2/chat", "}}\n\n"
+    can = Chat.can - {"forced"}
+    varying = frozenset({"id", "cached_tokens"})
+    FINISH: ClassVar = {"COMPLETE": "stop", "STOP_SEQUENCE": "stop", "MAX_TOKENS": "length", "TOOL_CALL": "tool_calls"}
+
+    def body(self, request: Request, *, stream: bool) -> dict[str, Any]:
+        fields = given(
+            model=request.model,
+            stop_sequences=["zzz", request.stop] if request.stop else None,
+            tools=[{"type": "function", "function": tool} for tool in request.tools] or None,
+            tool_choice={"required": "REQUIRED", "none": "NONE"}.get(request.choice or ""),
+            thinking={"type": "disabled"} if request.thinks is False else None,
+        )
+        shared = {"messages": list(request.messages), "temperature": 0, "max_tokens": request.max_tokens}
+        return {**shared, "stream": stream, **fields, **request.extra}
+
+    def frames(self, text: str) -> list[Any]:
+        return named_events(text)
+
+    def keeps_alive(self, text: str) -> bool:
+        return "\n: " in f"\n{text}"
+
+    def assemble(self, frames: Sequence[Any]) -> Any:
+        start, *middle, end = frames
+        assert (start["type"], start["delta"]) == ("message-start", {"message": {"role": "assistant"}})
+        assert (end["type"], end["id"]) == ("message-end", start["id"])
+        content, calls, is_open = list[Any](), list[Any](), ""
+        for event in middle:
+            kind, _, step = event["type"].rpartition("-")
+            found = calls if kind == "tool-call" else content
+            part = event.get("delta", {"message": {}})["message"].get("tool_calls" if found is calls else kind)
+            assert event["index"] == len(found) - (step != "start")
+            if step == "start":
+                assert not is_open
+                found.append(part)
+            else:
+                assert is_open == kind
+            is_open = "" if step == "end" else kind
+            if step == "delta" and found is calls:
+                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+            elif step == "delta":
+                name = content[-1]["type"]
+                assert part.keys() == {name}
+                content[-1][name] += part[name]
+        assert not is_open
+        message = {"role": "assistant", **given(content=content or None, tool_calls=calls or None)}
+        return {"id": start["id"], "model": start["model"], "message": message, **end["delta"]}
+
+    def partial_text(self, frames: Sequence[Any]) -> str:
+        parts = [frame["delta"]["message"]["content"] for frame in frames if frame["type"] == "content-delta"]
+        return "".join(part.get("text", "") for part in parts)
+
+    def answer(self, body: Any) -> Answer:
+        message, usage = body["message"], body["usage"]
+        assert message["role"] == "assistant"
+        assert usage["tokens"] == usage["billed_units"]
+        content = message.get("content", [])
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        return Answer(
+            text="".join(part["text"] for part in content if part["type"] == "text"),
+            reasoning="".join(part["thinking"] for part in content if part["type"] == "thinking"),
+            calls=tuple((call["name"], json.loads(call["arguments"])) for call in calls),
+            finish=self.FINISH[body["finish_reason"]],
+            prompt_tokens=usage["tokens"]["input_tokens"],
+            output_tokens=usage["tokens"]["output_tokens"],
+        )
+
+
 class Responses(Format):
     """OpenAI's Responses format."""
 
@@ -775,6 +846,7 @@ FORMATS: tuple[Format, ...] = (
     Completions(),
     LlamaCompletion(),
     Messages(),
+    Cohere(),
     Responses(),
     OllamaChat(),
     OllamaGenerate(),

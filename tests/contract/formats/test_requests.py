@@ -85,6 +85,7 @@ IGNORED = {
         "truncation, text.verbosity, reasoning.context, tools.web_search, reasoning.effort, "
         "include.reasoning.encrypted_content",
     ),
+    "cohere": ({"safety_mode": "NONE", "raw_prompting": True}, "safety_mode, raw_prompting"),
     **dict.fromkeys(
         ("ollama chat", "ollama generate"),
         (
@@ -138,6 +139,10 @@ SCHEMA_FIELDS = {
     "completions": (chat_schema, "response_format"),
     "responses": (responses_schema, "text.format"),
     "messages": (messages_schema, "output_config.format"),
+    "cohere": (
+        lambda: {"response_format": {"type": "json_object", "json_schema": SETS}},
+        "response_format",
+    ),
     "llama.cpp completion": (lambda: {"json_schema": SETS}, "json_schema"),
     "ollama chat": (ollama_schema, "format"),
     "ollama generate": (ollama_schema, "format"),
