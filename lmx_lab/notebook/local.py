@@ -531,7 +531,7 @@ class LocalBackend:
     async def complete(self, request: CompletionRequest) -> FinishedAnswer:
         (wanted,) = completion_requests(request)
         (answer,) = await self._services.inference.submit(replace(wanted, caller=Caller(local=True, own=True)))
-        # Before the answer, because the model may be unloaded after it.
+        # Read before the answer ends, because the model may be unloaded then.
         prompt = await prompt_text(self._services.manager, answer) if request.echo else ""
         finished = await _running(answer).read()
         scores = answer.prompt_scores.tokens if request.echo and answer.prompt_scores else ()

@@ -21,7 +21,7 @@ export default panel("Metrics", ({ model, root, head, watch }) => {
   const showClients = keyed(clients, ({ id }) => {
     const texts = [h("b"), h("span", { class: "grow" }), h("span", { class: "dim number" })];
     const stop = h("button", {
-      "aria-label": "Stop " + id, title: "its client gets an error",
+      "aria-label": "Stop " + id, title: "stop the request; its client gets an error",
       // The button disappears.
       onclick: () => (pause.focus(), ask(model, "stop", { request_id: id }).catch((error) => say(error.message))),
     }, "Stop");

@@ -99,7 +99,7 @@ export default panel("Models", ({ model, root, head, watch }) => {
     const memory = h("span", { class: "dim" });
     const idle = h("span", { class: "dim grow" });
     const pin = h("button", {
-      "aria-label": "keep " + id + " loaded", title: "no other load and no time without requests unloads it",
+      "aria-label": "keep " + id + " loaded", title: "other loads and idle time do not unload it",
       onclick: () => act("keep", { model: id, pin: pin.ariaPressed !== "true" }),
     }, "keep loaded");
     const ttl = h("select", {

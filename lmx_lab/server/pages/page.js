@@ -339,7 +339,7 @@ const generate = async (target) => {
     if (error.name === "AbortError") message.stats = "stopped";
     else {
       message.error = error.message;
-      // The reason in the note is for the person who reads it, and not for a program.
+      // The reason in the note is written for visitors, and that in the error for programs.
       if (error.status === 503) await poll().then(() => (message.error = server.error?.message ?? error.message));
     }
     if (error.status === 401) askKey(error.message);
