@@ -330,19 +330,29 @@ class _Pieces(Stream[str]):
         self.stream.close()
 
 
-class PendingStream(Stream[str]):
+class PendingStream(Coroutine[Any, Any, ReplyStream]):
     """An answer that has not started. ``async for`` starts it and yields its text; ``await`` starts it and returns its
-    ``ReplyStream``.
+    ``ReplyStream``. It is a coroutine, so that ``asyncio.create_task`` accepts it.
     """
 
     def __init__(self, starting: Coroutine[Any, Any, ReplyStream]) -> None:
         self._starting: Coroutine[Any, Any, ReplyStream] | None = starting
         self._stream: ReplyStream | None = None
         self._pieces: _Pieces | None = None
+        self._steps: Generator[Any, Any, ReplyStream] | None = None
+        """The steps of a task that was created with this object."""
 
     def __await__(self) -> Generator[Any, Any, ReplyStream]:
         # As a generator, which keeps this object: deleting it would close the coroutine.
         return (yield from self._start().__await__())
+
+    def send(self, value: Any) -> Any:
+        self._steps = self._steps or self._start().__await__()
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        self._steps = self._steps or self._start().__await__()
+        return self._steps.throw(*error)
 
     @property
     def reply(self) -> Reply | None:
@@ -360,10 +370,13 @@ class PendingStream(Stream[str]):
             self._stream = await starting
         return self._stream
 
-    async def _next(self) -> str | End:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> str:
         if self._pieces is None:
             self._pieces = _Pieces(await self._start())
-        return await self._pieces._next()
+        return await anext(self._pieces)
 
     def close(self) -> None:
         # A stream that was only awaited belongs to the caller.
@@ -372,6 +385,12 @@ class PendingStream(Stream[str]):
         elif self._starting is not None:
             self._starting.close()
             self._starting = None
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class LiveText:

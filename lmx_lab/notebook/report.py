@@ -28,7 +28,7 @@ from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, line_charts, 
 from lmx_lab.panels.workbench import EndedRequest
 from lmx_lab.results.figures import CSS as CHART_CSS
 from lmx_lab.results.figures import format_clock, format_number, format_time
-from lmx_lab.results.pages import Displayed, html_of, page
+from lmx_lab.results.pages import Displayed, html_of, page, path_of
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.sanitize import UNSAFE
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, Sample
@@ -289,11 +289,8 @@ def write_report(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    try:
-        target = Path(os.path.realpath(Path(path).expanduser()))
-        mode = target.stat().st_mode if target.exists() else None
-    except (TypeError, ValueError, RuntimeError, OSError) as exc:
-        raise _unwritable(path, f"is not a path of a file: {exc}") from exc
+    target = Path(os.path.realpath(path_of(path, "the report")))
+    mode = target.stat().st_mode if target.exists() else None
     if mode is None:
         if not target.parent.is_dir():
             raise _unwritable(target, f"cannot be written: there is no folder {str(target.parent)!r}; create it first")

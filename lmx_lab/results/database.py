@@ -70,7 +70,7 @@ def open_database(
             opened.pop_all()
     except SchemaError as exc:
         raise InvalidRequestError(f"{path} cannot be used as {purpose}: it {exc}; {remedy}", param=param) from exc
-    except sqlite3.Error as exc:
+    except (sqlite3.Error, OSError) as exc:
         raise InvalidRequestError(f"{path} cannot be used as {purpose}: {exc}; {remedy}", param=param) from exc
     return connection
 
@@ -120,7 +120,7 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[str], *, applic
 
     Raises:
         SchemaError: as for ``schema_version``.
-        sqlite3.Error: the database or its copy cannot be written. Its tables are unchanged.
+        OSError, sqlite3.Error: the database or its copy cannot be written. Its tables are unchanged.
     """
     if schema_version(connection, application, len(migrations)) == len(migrations):
         return

@@ -54,7 +54,7 @@ class Displayed:
             InvalidRequestError: there is no such format, or the file cannot be written.
             MissingPackageError: matplotlib is not installed, which draws PNG and PDF files.
         """
-        suffix, formats = Path(path).suffix.lower(), self._formats()
+        suffix, formats = path_of(path).suffix.lower(), self._formats()
         if suffix not in formats:
             raise InvalidRequestError(
                 f"path is {os.fspath(path)!r:.200}; {type(self).__name__} can be saved as {', '.join(formats)}, which "
@@ -80,7 +80,8 @@ def html_of(result: object) -> str:
         encoded = base64.b64encode(content.getvalue()).decode()
         return f'<img alt="figure" style="max-width:100%" src="data:image/svg+xml;base64,{encoded}">'
     for name in ("snapshot_html", "_repr_html_"):
-        if hasattr(shown, name) and (text := getattr(shown, name)()) is not None:
+        # A class has its methods without an object.
+        if hasattr(shown, name) and not isinstance(shown, type) and (text := getattr(shown, name)()) is not None:
             return str(text)
     return f"<pre style='white-space:pre-wrap'>{html.escape(str(shown))}</pre>"
 
@@ -91,7 +92,7 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> Path:
     Raises:
         InvalidRequestError: the file cannot be written, for example because its folder does not exist.
     """
-    target = Path(path).expanduser()
+    target = path_of(path)
     try:
         target.write_bytes(content)
     except FileNotFoundError as exc:
@@ -102,4 +103,19 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> Path:
         raise InvalidRequestError(
             f"{target} cannot be written: {exc.strerror or exc}; use another path", param="path"
         ) from exc
+    return target
+
+
+def path_of(path: str | os.PathLike[str], what: str = "the file") -> Path:
+    """Return a path of a file. A leading ``~`` stands for the user's home folder.
+
+    Raises:
+        InvalidRequestError: it is of another type, or no file can have it.
+    """
+    try:
+        target = Path(path).expanduser()
+        target.exists()
+        os.path.realpath(target)
+    except (TypeError, ValueError, RuntimeError, OSError) as exc:
+        raise InvalidRequestError(f"{what} {str(path)!r:.300} is not a path of a file: {exc}", param="path") from exc
     return target

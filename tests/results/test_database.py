@@ -111,9 +111,17 @@ def test_a_migration_that_fails_changes_nothing_and_can_be_repeated(older):
     with pytest.raises(InvalidRequestError, match="no such table: three"):
         open_test(older, migrations=(first, f"{second} INSERT INTO three VALUES (1);"))
     assert older.read_bytes() == before
+    # The copy cannot be written.
+    copy = older.with_name("a.db.version-1")
+    copy.unlink()
+    copy.mkdir()
+    with pytest.raises(InvalidRequestError, match=r"directory: .*version-1"):
+        open_test(older)
+    assert older.read_bytes() == before
+    copy.rmdir()
     open_test(older).close()
     assert read(older) == [(1, 5)]
-    assert read(older.with_name("a.db.version-1")) == [(1,)]
+    assert read(copy) == [(1,)]
 
 
 def test_several_programs_can_create_the_same_file(tmp_path):

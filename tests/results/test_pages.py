@@ -71,6 +71,12 @@ def test_another_suffix_is_refused_with_those_that_exist(tmp_path, name):
         SIGNED.save(tmp_path / "missing" / "map.png")
 
 
+@pytest.mark.parametrize("path", [None, 5, b"a.html", "a\0.html", "~no-such-user/a.html", "\ud800.html"], ids=repr)
+def test_what_is_not_a_path_is_refused(path):
+    with pytest.raises(InvalidRequestError, match="is not a path of a file"):
+        SIGNED.save(path)
+
+
 def test_a_heat_map_has_a_scale_with_signs_and_its_values_on_request():
     texts = [text.text for text in ElementTree.fromstring(SIGNED.svg()).iter("text")]
     assert texts[-4:] == ["\N{MINUS SIGN}2.5", "0", "2.5", "logits; grey: no value"]
@@ -90,6 +96,7 @@ def test_any_object_is_shown_as_a_notebook_displays_it():
     assert html_of(figure).startswith("<img")
     assert html_of(axes).startswith("<img")
     assert "<script>" not in html_of("<script>")
+    assert "DataFrame" in html_of(pd.DataFrame)
 
 
 def test_every_result_that_notebooks_display_can_be_saved():

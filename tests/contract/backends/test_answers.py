@@ -71,8 +71,11 @@ async def test_the_pieces_of_a_stream_are_its_reply(lab):
     pieces, error = await asyncio.gather(read(shared), read(shared), return_exceptions=True)
     assert "".join(pieces) == awaited.text
     assert isinstance(error, RuntimeError)
+    # It is a coroutine for tasks.
+    stream = await asyncio.create_task(lab.astream(TEXT, max_tokens=15, temperature=0))
+    assert "".join([piece async for piece in stream]) == awaited.text
     shared = lab.astream(TEXT)
-    shared.close()
+    await shared.aclose()
     with pytest.raises(RuntimeError, match="was closed"):
         await shared
     # The blocking form, in another thread, because this one runs the loop.
