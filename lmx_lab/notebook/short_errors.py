@@ -87,9 +87,14 @@ def _sentences(error: BaseException) -> list[str]:
 
 
 def _interrupt(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Return the lines that an interrupt or a cancellation in this package displays; an empty list for other errors."""
-    is_interrupt = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-    if not is_interrupt or not any(frame.filename.startswith(PACKAGE) for frame in traceback.extract_tb(trace)):
+    """Return what is displayed of an interrupt or a cancellation in this package; an empty list for other errors, and
+    for those in a function of the caller that the package calls, such as a metric.
+    """
+    if not isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+        return []
+    files = [frame.filename for frame in traceback.extract_tb(trace)]
+    inside = [at for at, file in enumerate(files) if file.startswith(PACKAGE)]
+    if not inside or not all(file.startswith((PACKAGE, "<frozen", *LIBRARIES)) for file in files[inside[0] :]):
         return []
     return [str(error) or REMEDY]
 

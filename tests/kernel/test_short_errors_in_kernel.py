@@ -92,6 +92,14 @@ def test_an_interrupt_is_the_line_that_it_ended(notebook, call, name):
     assert second == "%tb shows the traceback"
 
 
+def test_an_interrupt_in_a_function_of_the_caller_is_shown_as_usual(notebook):
+    code = "def stopped(row):\n    raise KeyboardInterrupt\nlist(lab.map(iter([{'a': 1}]), stopped))"
+    output = notebook.fail(code)
+    assert output.error == "KeyboardInterrupt"
+    assert "Traceback (most recent call last)" in show(output)
+    assert "----> 2     raise KeyboardInterrupt" in show(output)
+
+
 def test_the_line_of_a_function_that_the_cell_calls_is_shown_too(notebook):
     assert "line 8, in ask:  return lab.chat(text, **parameters)" in show(notebook.fail("ask('hi', top_p=2)"))
 
