@@ -93,11 +93,14 @@ def check_port(settings: Settings) -> Iterator[Finding]:
 
 
 def running_labs(settings: Settings) -> list[Listener]:
-    """Return the labs of this home that listen on the usual ports; none on macOS, as ``list_listeners``."""
+    """Return the labs of this home: ``lmx-lab serve`` on any port, and labs of notebooks on the usual ports. None on
+    macOS, as ``list_listeners``.
+    """
     usual = {*range(settings.port, settings.port + PORTS_TRIED + 1)}
     usual |= {*range(Settings.port, Settings.port + PORTS_TRIED + 1)}
     home = settings.home.resolve()
-    candidates = [each for each in list_listeners() if each.port in usual and _home_of(each) == home]
+    likely = [each for each in list_listeners() if each.port in usual or _is_command(each)]
+    candidates = [each for each in likely if _home_of(each) == home]
     with ThreadPoolExecutor(16, thread_name_prefix="lmx-lab-doctor") as pool:
         return [each for each, is_lab in zip(candidates, pool.map(_is_lab, candidates), strict=True) if is_lab]
 
@@ -131,6 +134,16 @@ def _is_lab(listener: Listener) -> bool:
         return False
     finally:
         connection.close()
+
+
+def _is_command(listener: Listener) -> bool:
+    """Whether the process is the command ``lmx-lab``."""
+    try:
+        command = psutil.Process(listener.pid).cmdline() if listener.pid else []
+    except psutil.Error:
+        return False
+    # The script, or Python's option -m.
+    return not {"lmx-lab", "lmx_lab"}.isdisjoint(Path(part).name for part in command[:3])
 
 
 def _home_of(lab: Listener) -> Path | None:

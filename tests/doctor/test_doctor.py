@@ -232,6 +232,20 @@ def test_two_labs_of_this_home_are_listed_with_addresses_and_processes(tiny_home
     assert summary(finding) == EXPLAINED_NOTE
 
 
+def test_the_command_is_found_on_any_port(tmp_path):
+    command = [sys.executable, "-m", "lmx_lab", "serve", "--model", "echo", "--port", "0"]
+    with subprocess.Popen(
+        command, env={**os.environ, "LMX_LAB_HOME": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            ready = next(line for line in process.stdout if "is ready at" in line)
+            finding = finding_about("labs", check_labs(Settings(home=tmp_path)))
+            assert f"(process {process.pid}: " in finding.found
+            assert finding.found.split()[4] in ready
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("spelling", ["{home}/", "{home}/link", "."], ids=["slash", "link", "relative"])
 def test_a_lab_is_counted_however_its_home_is_spelled(spelling, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path)
