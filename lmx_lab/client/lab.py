@@ -260,8 +260,8 @@ class SocketChunks:
             return
         self.done = True
         stats = message.stats
-        last = self._chunk(ChoiceDelta(), finish_reason=stats.finish_reason)
-        yield last.model_copy(update={"timings": _timings(stats)})
+        last, timings = self._chunk(ChoiceDelta(), finish_reason=stats.finish_reason), _timings(stats)
+        yield last.model_copy(update={"timings": timings})
         if self._with_usage:
             usage = Usage(
                 prompt_tokens=stats.prompt_tokens,
@@ -270,7 +270,7 @@ class SocketChunks:
                 prompt_tokens_details=PromptTokensDetails(cached_tokens=stats.cached_tokens),
                 completion_tokens_details=CompletionTokensDetails(reasoning_tokens=stats.reasoning_tokens),
             )
-            yield self._chunk_with([]).model_copy(update={"usage": usage})
+            yield self._chunk_with([]).model_copy(update={"usage": usage, "timings": timings})
 
     def _chunk(
         self, delta: ChoiceDelta, *, logprobs: ChoiceLogprobs | None = None, finish_reason: FinishReason | None = None

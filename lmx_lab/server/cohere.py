@@ -163,7 +163,7 @@ class CohereWriter(AnswerWriter):
         if self._parts < 0 and self._calls < 0:
             yield from self._begin_part("text")
         yield from self._end()
-        ended = {"finish_reason": _finish_reason(report), "usage": _usage(report).model_dump()}
+        ended = {"usage": _usage(report).model_dump(), "finish_reason": _finish_reason(report)}
         yield self._event("message-end", id=self._id, delta=ended)
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterable[str]:
@@ -171,7 +171,7 @@ class CohereWriter(AnswerWriter):
 
     def error(self, error: LabError, detail: ErrorDetail) -> Iterator[str]:
         failed = {"finish_reason": "ERROR", "error": detail.message}
-        yield self._event("message-end", id=self._id, delta=failed, error=detail.model_dump())
+        yield self._event("message-end", delta=failed, error=detail.model_dump(), id=self._id)
 
     def keep_alive(self, status: str) -> str:
         return self._event("ping") if self._as_lines else super().keep_alive(status)

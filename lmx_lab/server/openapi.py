@@ -21,6 +21,7 @@ from lmx_lab.values.engine import PressureEvent
 from lmx_lab.values.models import ModelEvent
 from lmx_lab.wire.admin import Heartbeat, Memory, RequestEvent, Sample, Throughput
 from lmx_lab.wire.chat import ChatChunk, ChatRequest, SocketDone, SocketError, SocketToken
+from lmx_lab.wire.cohere import CohereEvent
 from lmx_lab.wire.completions import Completion
 from lmx_lab.wire.messages import MessageEvent, MessagesError
 from lmx_lab.wire.ollama import OllamaError, OllamaPullProgress
@@ -30,6 +31,7 @@ EVENTS: tuple[type, ...] = (Throughput, Memory, Heartbeat, ModelEvent, RequestEv
 """The events of ``/admin/events``."""
 EXTRA_MODELS: tuple[type, ...] = (
     ChatChunk,
+    CohereEvent,
     Completion,
     MessageEvent,
     MessagesError,

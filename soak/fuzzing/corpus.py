@@ -233,8 +233,26 @@ RESPONSES = (
 MESSAGES = (
     *(ValidRequest(method="POST", path="/v1/messages", body=body) for body in MESSAGES_BODIES),
     *(ValidRequest(method="POST", path="/v1/messages/count_tokens", body=body) for body in COUNT_BODIES),
+    ValidRequest(
+        method="POST",
+        path="/v2/chat",
+        body={
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "Say hello."}],
+            "response_format": {"type": "json_object", "json_schema": {"type": "object"}},
+            "max_tokens": 8,
+            "p": 0.9,
+        },
+    ),
 )
-EMBEDDINGS = tuple(ValidRequest(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES)
+EMBEDDINGS = (
+    *(ValidRequest(method="POST", path="/v1/embeddings", body=body) for body in EMBEDDING_BODIES),
+    ValidRequest(
+        method="POST",
+        path="/v2/embed",
+        body={"model": "default", "texts": list(PAIR), "input_type": "search_query", "embedding_types": ["float"]},
+    ),
+)
 SCORE_BODIES: tuple[dict[str, Any], ...] = (
     {"model": "default", "text_1": "a cat", "text_2": PAIR, "truncate_prompt_tokens": 8},
     {"queries": list(PAIR), "documents": list(PAIR), "use_activation": False},
@@ -273,11 +291,12 @@ ADMIN = (
     ValidRequest(method="POST", path=UNLOAD, body={}),
     ValidRequest(method="POST", path=UNLOAD),
     ValidRequest(method="POST", path="/admin/models/cancel", body={"model": MODEL}),
+    ValidRequest(method="POST", path="/admin/requests/stop", body={"id": "req_0123456789abcdef"}),
     ValidRequest(method="POST", path="/admin/models/keep", body={"model": MODEL, "pin": False, "ttl_s": 600}),
     *(
         ValidRequest(method="GET", path=path)
         for path in (
-            *("/admin/models", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz"),
+            *("/admin/models", "/admin/requests", "/v1/models", "/v1/models/tiny", "/metrics", "/readyz"),
             "/admin/timeline?last_s=9.5&limit=3&before=7",
             f"/admin/models/plan?model={MODEL}&context_length=100",
         )

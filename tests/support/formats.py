@@ -486,7 +486,7 @@ class Messages(Format):
 class Cohere(Format):
     """Version 2 of Cohere's chat format."""
 
-    name, path, end = "cohere", "/v2/chat", "}}\n\n"
+    name, path, end = "cohere", "/v2/chat", '"}}\n\n'
     can = Chat.can - {"forced"}
     varying = frozenset({"id", "cached_tokens"})
     FINISH: ClassVar = {"COMPLETE": "stop", "STOP_SEQUENCE": "stop", "MAX_TOKENS": "length", "TOOL_CALL": "tool_calls"}
@@ -503,7 +503,7 @@ class Cohere(Format):
         return {**shared, "stream": stream, **fields, **request.extra}
 
     def frames(self, text: str) -> list[Any]:
-        return named_events(text)
+        return named_events("\n\n".join(part for part in text.split("\n\n") if not part.startswith(": ")))
 
     def keeps_alive(self, text: str) -> bool:
         return "\n: " in f"\n{text}"
