@@ -29,6 +29,8 @@ def price_of_{2}(count, price):
     \"\"\"Return the price of several items of {2}.\"\"\"
     return count * price
 """
+ANSWER_TOKENS = 160
+"""The length of the program and of the sentence before it. With less, the beginning, which copies nothing, counts more."""
 ROUNDS = 9
 """A story gains or loses a few percent only, which is less than the difference between two rounds."""
 
@@ -73,7 +75,7 @@ def _round(bench: Bench, used: LabServer, plain: LabServer, chat: list[prompts.M
     Raises:
         BenchError: The answers differ.
     """
-    body = prompts.chat_body(chat, max_tokens=bench.sizes.alone_tokens)
+    body = prompts.chat_body(chat, max_tokens=bench.sizes.alone_tokens if bench.quick else ANSWER_TOKENS)
     servers = {"used": used, "plain": plain}
     answers: dict[str, client.Answer] = {}
     for side in servers if number % 2 == 0 else reversed(servers):
