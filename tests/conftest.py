@@ -37,7 +37,7 @@ LONGEST = {folder: at for at, folder in enumerate(ORDER.split())}
 SLOW_FIXTURES = frozenset({"browser", "fresh_notebook", "starter_home"})
 NOT_FAST = frozenset(
     {
-        *("browser", "cpu_blas", "doctor", "encoders", "faults", "kernel", "llama_cpp", "mlx"),
+        *("browser", "cpu_blas", "doctor", "encoders", "faults", "kernel", "larger_models", "llama_cpp", "mlx"),
         *("notebooks", "other_clients", "package", "parity", "soak"),
     }
 )
