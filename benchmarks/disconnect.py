@@ -22,6 +22,8 @@ TRANSPORTS = ("SSE", "WebSocket", "non-streaming")
 PHASES = ("queued", "prefill", "decode")
 LONG_TOKENS = 6000
 TIMEOUT_S = 120.0
+COUNTED_S = 0.5
+"""Time after which the tokens of an answer that has ended are counted for certain."""
 Disconnect = Callable[[], None]
 Body = dict[str, Any]
 
@@ -34,6 +36,7 @@ def measure(bench: Bench) -> list[Row]:
 
 async def _case(bench: Bench, ours: LabServer, transport: str, phase: str) -> Row:
     await ours.until_idle()
+    await asyncio.sleep(COUNTED_S)
     seed = 100 * TRANSPORTS.index(transport) + PHASES.index(phase)
     run = {"queued": _queued, "prefill": _prefilling, "decode": _decoding}[phase]
     seconds = await run(bench, ours, transport, 3000 + seed)

@@ -11,7 +11,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -102,6 +102,8 @@ class HttpProtocol(H11Protocol):
     _ending = False
     is_half_closed = False
     """Whether the client has ended its own side of the connection. It may still read."""
+    keep_alive: Callable[[], None] | None = None
+    """Writes a part of the current response that its client ignores."""
     _framing_bytes = 0
     """Number of bytes by which the framing of the current chunked body exceeds its data."""
 
@@ -185,14 +187,15 @@ class HttpProtocol(H11Protocol):
         """Whether ``write_part`` can write a part of the current response now."""
         cycle = self.cycle
         is_open = cycle.response_started and not cycle.response_complete and not cycle.disconnected
-        return is_open and not self.flow.write_paused and cycle.scope["http_version"] == "1.1"
+        return is_open and not self.flow.write_paused
 
     def write_part(self, data: bytes) -> None:
-        """Write a part of a response without ``content-length``, as a chunk (RFC 9112, 7.1).
+        """Write a part of a response without ``content-length``: a chunk (RFC 9112, 7.1), or the data for HTTP/1.0.
 
         ``send`` of ASGI needs a task, and does the same through six functions and h11.
         """
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        has_chunks = self.cycle.scope["http_version"] == "1.1"
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if has_chunks else data)
 
     @property
     def _in_body(self) -> bool:
@@ -238,21 +241,24 @@ class HttpProtocol(H11Protocol):
     def _probe(self, after_s: float) -> None:
         """Disconnect a client that has rejected what was written to it, or else write to it and check again later.
 
-        Before a response, status 100 is written, which clients ignore (RFC 9110, 15.2). HTTP/1.0 has no such
-        status, so its clients get a response only if it begins soon.
+        During a stream, its keep-alive is written. Before a response, status 100 is written, which clients ignore
+        (RFC 9110, 15.2). HTTP/1.0 has no such status, so its clients get a response only if it begins soon.
         """
         if self._ending or self.transport.is_closing():
             return
         has_left = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
-        if not has_left and not self.cycle.response_started:
-            if self.cycle.scope["http_version"] == "1.0":
-                has_left = after_s >= self._limits.linger_s
-            else:
-                self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
         if has_left:
             self.transport.abort()
-        else:
-            self.loop.call_later(after_s, self._probe, min(2 * after_s, self._limits.linger_s))
+            return
+        if self.cycle.response_started:
+            if self.keep_alive is not None and self.accepts_parts:
+                self.keep_alive()
+        elif self.cycle.scope["http_version"] == "1.1":
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        elif after_s >= self._limits.linger_s:
+            self.transport.abort()
+            return
+        self.loop.call_later(after_s, self._probe, min(2 * after_s, self._limits.linger_s))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -99,6 +99,8 @@ class EventStream(StreamingResponse):
             async with watch:
                 await watch.send(send(start))
                 keep_alive = asyncio.create_task(self._send_keep_alives(send, watch)) if self._keep_alive else None
+                if self._connection is not None and (ignored := self._keep_alive) is not None:
+                    self._connection.keep_alive = lambda: self.write([ignored()])
                 try:
                     async for text in self._texts:
                         await watch.send(send(_part(text)))
@@ -110,6 +112,8 @@ class EventStream(StreamingResponse):
                         keep_alive.cancel()
                         # A lost connection is reported by the other task.
                         await asyncio.gather(keep_alive, return_exceptions=True)
+                    if self._connection is not None:
+                        self._connection.keep_alive = None
                 await watch.send(send({"type": "http.response.body", "body": b"", "more_body": False}))
         except TimeoutError:
             if not watch.expired:
@@ -126,11 +130,8 @@ class EventStream(StreamingResponse):
         """Run as a separate task: a timer for each token would cost more than its text."""
         assert self._keep_alive is not None
         while True:
-            # A client that has ended its side may have closed the connection. This is only noticed by sending.
-            is_half_closed = self._connection is not None and self._connection.is_half_closed
-            interval_s = min(self._keep_alive_s, 4 * CHECK_S) if is_half_closed else self._keep_alive_s
-            if (rest_s := watch.sent_at + interval_s - asyncio.get_running_loop().time()) > 0:
-                await asyncio.sleep(min(rest_s, 4 * CHECK_S))
+            if (rest_s := watch.sent_at + self._keep_alive_s - asyncio.get_running_loop().time()) > 0:
+                await asyncio.sleep(rest_s)
             else:
                 await watch.send(send(_part(self._keep_alive())))
 
