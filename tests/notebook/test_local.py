@@ -1,4 +1,4 @@
-"""Test the backend of this process: loads from two loops, and models that were unloaded because they were idle."""
+"""Test labs in this process: who runs their loop, and models that were unloaded because they were idle."""
 
 import asyncio
 import shutil
@@ -14,7 +14,6 @@ from lmx_lab.notebook.local import LocalBackend, LocalServer
 from lmx_lab.panels.chat import ChatPanel
 from lmx_lab.panels.rerank import RerankPanel
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import LoadSpec, ModelEvent
 from tests.support.asking import HELLO
 from tests.support.labs import manager_of, read_answer
 from tests.support.models import write_tiny_bert
@@ -24,13 +23,6 @@ from tests.support.waiting import auntil
 pytestmark = pytest.mark.anyio
 CATS = ("a cat", ["a dog", "a cat"])
 WAIT_S = 60.0
-
-
-@pytest.fixture
-async def on_this_loop(tiny_home):
-    async with lmx_lab.Lab(Settings(home=tiny_home, port=0), loop="kernel") as lab:
-        await lab.aload("tiny")
-        yield lab
 
 
 def while_blocked(lab, work):
@@ -52,69 +44,6 @@ def test_a_lab_that_was_not_started_is_stopped(tmp_path):
     assert backend.state().state == "stopped"
 
 
-# --- loads from two loops
-
-
-async def test_loads_of_the_same_model_from_two_loops_are_one_load(on_this_loop, monkeypatch):
-    lab, checking, resume, checked = on_this_loop, threading.Event(), threading.Event(), []
-    backend, check = lab.workbench.backend, lab.server.catalog.check
-
-    def slow_check(entry):
-        checked.append(entry.id)
-        checking.set()
-        resume.wait(WAIT_S)
-        check(entry)
-
-    monkeypatch.setattr(lab.server.catalog, "check", slow_check)
-    there = lab.workbench.submit(backend.load(LoadSpec(model="tiny-two")))
-    await asyncio.to_thread(checking.wait, WAIT_S)
-    here = asyncio.create_task(lab.aload("tiny-two"))
-    await asyncio.sleep(0.1)
-    resume.set()
-    models = [(await here).model, (await asyncio.wrap_future(there)).model]
-    assert (models, checked, manager_of(lab).snapshot.model) == (["tiny-two"] * 2, ["tiny-two"], "tiny-two")
-    with pytest.raises(InvalidRequestError, match="not being loaded"):
-        await backend.cancel_load("tiny-two")
-    checking.clear()
-    resume.clear()
-    interrupted = asyncio.create_task(lab.aload("tiny"))
-    joined = lab.workbench.submit(backend.load(LoadSpec(model="tiny")))
-    await asyncio.to_thread(checking.wait, WAIT_S)
-    interrupted.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await interrupted
-    resume.set()
-    assert (await asyncio.wrap_future(joined)).model == manager_of(lab).snapshot.model == "tiny"
-
-
-async def test_a_load_that_downloads_can_be_cancelled(on_this_loop, monkeypatch):
-    lab, fetching, resume = on_this_loop, threading.Event(), threading.Event()
-
-    def slow_fetch(name, tell, *, format):
-        fetching.set()
-        resume.wait(WAIT_S)
-        raise NotLoadedError("cancelled")
-
-    monkeypatch.setattr(lab.server.catalog, "fetch", slow_fetch)
-    backend = lab.workbench.backend
-    received = []
-
-    async def watch():
-        async for event in backend.events():
-            received.append(event)
-
-    watching = asyncio.create_task(watch())
-    loading = lab.workbench.submit(backend.load(LoadSpec(model="somebody/large")))
-    await asyncio.to_thread(fetching.wait, WAIT_S)
-    await backend.cancel_load("somebody/large")
-    with pytest.raises(NotLoadedError, match="cancelled"):
-        await asyncio.wrap_future(loading)
-    resume.set()
-    await auntil(lambda: any(isinstance(event, ModelEvent) and event.stage == "failed" for event in received))
-    assert manager_of(lab).snapshot.model == "tiny"
-    watching.cancel()
-
-
 # --- models that were unloaded because they were idle
 
 
@@ -127,10 +56,9 @@ def swap_home(tmp_path_factory, tiny_home):
 
 
 @pytest.fixture
-async def swapping(request, swap_home):
-    """A lab in swap mode, on this loop or on one in a thread."""
-    loop = getattr(request, "param", "kernel")
-    async with lmx_lab.Lab(Settings(home=swap_home, port=0, swap=True), loop=loop) as lab:
+async def swapping(swap_home):
+    """A lab in swap mode, on this loop."""
+    async with lmx_lab.Lab(Settings(home=swap_home, port=0, swap=True), loop="kernel") as lab:
         yield lab
 
 
@@ -162,14 +90,6 @@ async def make_idle(lab, model):
 
 def short_answer(lab):
     return read_answer(lab.workbench.backend, chat_request(HELLO, {"temperature": 0, "max_tokens": 5}))
-
-
-@pytest.mark.parametrize("swapping", ["kernel", "thread"], indirect=True)
-async def test_a_chat_restores_the_idle_model_while_the_loop_is_blocked(swapping):
-    await make_idle(swapping, "tiny")
-    answer = while_blocked(swapping, short_answer(swapping))
-    assert answer.model == "tiny"
-    assert answer.text == (await swapping.achat("hello", temperature=0, max_tokens=5)).text
 
 
 async def test_a_model_of_a_path_is_restored_for_every_caller(swapping, swap_home, tmp_path):
@@ -229,25 +149,6 @@ async def test_the_panels_show_which_model_is_being_loaded(swapping, slow):
     slow.set()
     await asyncio.to_thread(rank.until, lambda panel: not panel.busy)
     assert (rank.panel.error, rank.panel.activity, bool(rank.panel.table["rows"])) == ("", "Ranking…", True)
-
-
-async def test_concurrent_requests_wait_for_the_same_load(swapping, slow):
-    slow.set()
-    await make_idle(swapping, "tiny")
-    slow.clear()
-    services = swapping.server.services
-    with services.feed.subscribe() as events:
-        panels = [swapping.workbench.submit(short_answer(swapping)) for _ in range(2)]
-        cell = asyncio.create_task(swapping.achat("hello", temperature=0, max_tokens=5))
-        await auntil(lambda: manager_of(swapping).snapshot.change is not None)
-        slow.set()
-        texts = {(await cell).text, *[(await asyncio.wrap_future(panel)).text for panel in panels]}
-        kinds = []
-        async for event in events:
-            kinds.append(event.stage if isinstance(event, ModelEvent) else "answered")
-            if kinds.count("answered") == 3:
-                break
-    assert (len(texts), kinds.count("load")) == (1, 1)
 
 
 async def test_an_idle_model_of_another_kind_is_not_restored(swapping):
