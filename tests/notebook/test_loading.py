@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from contextlib import closing, contextmanager
 
 import httpx2
 import numpy as np
@@ -10,10 +9,10 @@ import pytest
 
 import lmx_lab
 from lmx_lab.engine.echo.engine import EchoEngine
-from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError
+from lmx_lab.errors import InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.loading import RunningChange
 from tests.support.asking import ENDLESS
-from tests.support.labs import PACE, manager_of, serving
+from tests.support.labs import PACE, manager_of, running_answer, serving
 from tests.support.waiting import interrupt_when, until
 
 pytestmark = pytest.mark.anyio
@@ -34,15 +33,6 @@ def lab(server, request):
     else:
         with lmx_lab.attach(server.url) as attached:
             yield attached
-
-
-@contextmanager
-def running_answer(lab):
-    with closing(lab.chat("hello", stream=True, **ENDLESS)) as stream:
-        # Iterated once, because the end of an iteration ends the answer.
-        pieces = iter(stream)
-        next(pieces)
-        yield pieces
 
 
 @pytest.mark.slow
@@ -71,21 +61,22 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(lab, server, capfd):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("method", "options"),
     [
-        {"context_length": True},
-        {"context_length": "4096"},
-        {"deterministic": 1},
-        {"engine": "metal"},
-        {"draft": ""},
-        {"wait": "yes"},
+        ("load", {"context_length": True}),
+        ("load", {"context_length": "4096"}),
+        ("load", {"deterministic": 1}),
+        ("load", {"engine": "metal"}),
+        ("load", {"draft": ""}),
+        ("load", {"wait": "yes"}),
+        ("unload", {"wait": "yes"}),
     ],
     ids=str,
 )
-def test_an_invalid_option_of_a_load_is_refused_as_over_http(lab, server, options):
-    answer = httpx2.post(f"{server.url}/admin/models/load", json={"model": "echo", **options}).json()["error"]
+def test_an_invalid_option_is_refused_as_over_http(lab, server, method, options):
+    answer = httpx2.post(f"{server.url}/admin/models/{method}", json={"model": "echo", **options}).json()["error"]
     with pytest.raises(InvalidRequestError) as refused:
-        lab.load("echo", **options)
+        getattr(lab, method)("echo", **options)
     assert (refused.value.message, refused.value.param) == (answer["message"], answer["param"])
     assert answer["param"] == next(iter(options))
 
@@ -94,13 +85,6 @@ def test_an_invalid_option_of_a_load_is_refused_as_over_http(lab, server, option
 def test_a_context_length_of_numpy_must_be_an_integer(lab, value):
     with pytest.raises(InvalidRequestError, match="context_length: Input should be a valid integer"):
         lab.load("echo", context_length=value)
-
-
-def test_an_unload_is_refused_as_over_http(lab, server):
-    answer = httpx2.post(f"{server.url}/admin/models/unload", json={"wait": "yes"}).json()["error"]
-    with pytest.raises(InvalidRequestError) as refused:
-        lab.unload(wait="yes")
-    assert (refused.value.message, refused.value.param) == (answer["message"], "wait")
 
 
 async def test_a_cancelled_unload_continues_and_can_wait_without_a_limit(lab, server):
@@ -127,13 +111,6 @@ def test_a_load_can_stop_the_answers_of_the_loaded_model(lab, tiny_home):
             list(pieces)
         load.join()
     assert "tiny" in repr(lab)
-
-
-def test_without_a_server_the_error_has_its_address(tmp_path):
-    with serving(tmp_path, "echo") as server, lmx_lab.attach(server.url) as attached:
-        server.stop()
-        with pytest.raises(LabError, match=r"127\.0\.0\.1"):
-            attached.unload(wait=False)
 
 
 @pytest.mark.parametrize(

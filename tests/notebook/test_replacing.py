@@ -30,7 +30,7 @@ from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import addresses
 from tests.support.daemons import serving as serving_daemon
 from tests.support.gguf import unknown_architecture, with_context
-from tests.support.labs import manager_of
+from tests.support.labs import manager_of, running_answer
 from tests.support.models import write_tiny_bert, write_tiny_llama
 from tests.support.waiting import interrupt
 
@@ -100,9 +100,7 @@ def running(model, options):
 def unchanged(lab):
     """Check that the code in the block leaves a lab as it is: its running answer, model, port and panels."""
     main, workbench, url = manager_of(lab).main, lab.workbench, lab.url
-    with contextlib.closing(lab.chat("hello", stream=True, **LONG)) as stream:
-        pieces = iter(stream)
-        next(pieces)
+    with running_answer(lab, **LONG) as pieces:
         yield pieces
         next(pieces)
     assert (lmx_lab.current(), lab.running, lab.url) == (lab, True, url)
@@ -254,9 +252,7 @@ def test_a_daemon_of_another_process_leaves_the_lab_as_it_is(running, options, h
 )
 def test_after_a_load_that_fails_the_lab_loads_its_model_again(running, options, arguments, error, message):
     model, requests = manager_of(running).snapshot.model, len(running.requests)
-    with contextlib.closing(running.chat("hello", stream=True, **LONG)) as stream:
-        pieces = iter(stream)
-        next(pieces)
+    with running_answer(running, **LONG) as pieces:
         with pytest.raises(error, match=message) as caught:
             lmx_lab.launch(slots=3, **options, **arguments)
         assert caught.value.message.endswith(f"; the running lab was not replaced, and {model} is loaded in it again")

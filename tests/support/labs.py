@@ -20,6 +20,7 @@ from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.instrument.store import RecordStore
 from lmx_lab.notebook import Lab
 from lmx_lab.settings import Settings
+from tests.support.asking import ENDLESS
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -50,6 +51,16 @@ def manager_of(lab: Lab) -> ModelManager:
 async def read_answer(backend: Backend, request: ChatRequest) -> FinishedAnswer:
     """Return the complete answer of a backend, as panels generate it."""
     return await (await backend.generate(request)).read()
+
+
+@contextmanager
+def running_answer(lab: Lab, **parameters: Any) -> Iterator[Iterator[str]]:
+    """Yield the rest of an answer that has begun; by default it runs until the end of the block."""
+    with contextlib.closing(lab.chat("hello", stream=True, **(parameters or ENDLESS))) as stream:
+        # Iterated once, because the end of an iteration ends the answer.
+        pieces = iter(stream)
+        next(pieces)
+        yield pieces
 
 
 def forbid_waits_on_loops(monkeypatch: pytest.MonkeyPatch) -> None:
