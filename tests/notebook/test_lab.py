@@ -52,12 +52,6 @@ def test_the_loaded_model_may_be_named_by_its_path_too(tiny_home):
         assert lab.chat("hello", model=str(tiny_home / "models" / "tiny"), max_tokens=1).model == "tiny"
 
 
-def test_a_lone_surrogate_is_refused(launched):
-    launched.load("echo")
-    with pytest.raises(InvalidRequestError, match="surrogate"):
-        launched.chat("half \ud800")
-
-
 def test_a_stream_describes_itself_and_a_list_of_models_is_a_table(launched):
     launched.load("echo")
     stream = launched.chat("hello", stream=True, max_tokens=20)
