@@ -24,6 +24,7 @@ TYPES = [
     (float | None, "3", "float64", 3.0),
     (bool | None, "true", "boolean", True),
     (Days, "3", "Int64", 3),
+    (Annotated[int, Field(ge=0)] | None, "3", "Int64", 3),
     (int | float, "3", "float64", 3.0),
     (Literal[1, 2], "2", "Int64", 2),
     (Literal[1, None], "1", "Int64", 1),

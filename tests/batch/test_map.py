@@ -156,19 +156,6 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab):
     assert checked["city"].tolist() == ["Rome", None]
     assert "no name" in checked["error"][1]
 
-    optional = {
-        "n": int | None,
-        "far": bool | None,
-        "days": Annotated[int, pydantic.Field(ge=0)] | None,
-        "any": int | str,
-    }
-    large = 2**60 + 1
-    rows = [f'{{"n":{large},"far":true,"days":null,"any":1}}', '{"n":null,"far":null,"days":3,"any":"a"}']
-    typed = lab.map([*rows, None], "{text}", schema=optional)
-    assert typed["n"].tolist() == [large, pd.NA, pd.NA]
-    assert typed["far"].tolist() == [True, pd.NA, pd.NA]
-    assert [str(typed[name].dtype) for name in optional] == ["Int64", "boolean", "Int64", "object"]
-
     days = {"type": "integer", "maximum": 10**20}
     huge = {"type": "object", "properties": {"days": days}, "required": ["days"]}
     large = lab.map([f'{{"days":{10**20}}}', '{"days":7}'], "{text}", schema=huge)
@@ -402,8 +389,6 @@ def test_sampled_answers_have_valid_columns_and_are_computed_once(count, files, 
     options = {"schema": Trip, "temperature": 1.0, "seed": 3, "max_tokens": 400, "cache": tmp_path / "a.db"}
     with serving(tmp_path, getattr(found, "path", found), slots=4, threads=1) as lab:
         first, second = [lab.map(frame, "{text}", **options) for _ in range(2)]
-        with pytest.raises(InvalidRequestError):
-            lab.map(frame, "{text}", schema={"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}})
     assert first["error"].isna().all(), first["error"].dropna().tolist()[:3]
     assert [str(first[name].dtype) for name in ("days", "price", "far")] == ["Int64", "float64", "boolean"]
     columns = first[list(Trip.model_fields)].astype(object).where(lambda values: values.notna(), None)

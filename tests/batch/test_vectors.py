@@ -124,10 +124,6 @@ def test_an_interrupt_returns_the_vectors_so_far(lab, monkeypatch):
     assert found.attrs["interrupted"] is True
 
 
-def test_columns_whose_names_are_numbers_are_selected(lab):
-    assert lab.embed_frame(pd.DataFrame([["a", "b"]]), 1)["error"].isna().all()
-
-
 def test_bad_arguments_are_refused_before_the_first_text(lab, sent):
     frame = pd.DataFrame({"a": ["x"], "b": ["y"]})
     for arguments in (
