@@ -161,13 +161,6 @@ def test_a_file_that_is_not_a_run_is_skipped_in_a_folder_but_refused_as_path(tmp
         load(other)
 
 
-def test_a_run_of_a_newer_version_is_refused(tmp_path):
-    with pytest.raises(
-        InvalidRequestError, match=r"newer version of LMX Lab \(its version is 2, and this version reads 1"
-    ):
-        edited(save(run_of([1.0]), FACTS, tmp_path), lambda lines: lines[0].update(lmx_lab_bench=2))
-
-
 def test_by_default_runs_are_in_the_labs_home(tmp_path, monkeypatch):
     monkeypatch.setenv("LMX_LAB_HOME", str(tmp_path / "home"))
     assert len(load()) == 0

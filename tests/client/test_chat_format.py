@@ -384,11 +384,14 @@ async def test_usage_of_null_is_unknown():
     assert (await read_answer(script))[4] is None
 
 
-@pytest.mark.parametrize("count", ["1e999", "-1e999", "NaN", "Infinity", "9" * 4000])
+@pytest.mark.parametrize(
+    "count", ["1e999", "-1e999", "NaN", "Infinity", "9" * 4000, "null", "true", "-1", '"3"', "[]", "{}"]
+)
 async def test_an_implausible_count_is_unknown(count):
-    odd = b'data: {"choices":[],"usage":{"prompt_tokens":%s,"completion_tokens":1}}\n\n' % count.encode()
+    usage = f'{{"prompt_tokens":{count},"prompt_tokens_details":{count},"completion_tokens":1}}'
+    odd = f'data: {{"choices":[],"usage":{usage}}}\n\n'.encode()
     text, _, _, reason, usage = await read_answer([token("a"), chunk({}, finish="stop"), odd, DONE])
-    assert (text, reason, usage) == ("a", "stop", TokenUsage(prompt=None, completion=1))
+    assert (text, reason, usage) == ("a", "stop", TokenUsage(prompt=None, cached=None, completion=1))
 
 
 async def test_halves_of_surrogate_pairs_in_names_are_replaced():
