@@ -15,7 +15,7 @@ CONTROLS = set("\x1b\x07\x9b\u202e\u2066\r\b")
     [
         ("plain\n\ttext", "plain\n\ttext"),
         ("Grüße, 你好 🙂", "Grüße, 你好 🙂"),
-        ("\x1b[2Jgone\x07", "\\x1b[2Jgone\\x07"),
+        ("\x1b[2Jgone\x07\x00", "\\x1b[2Jgone\\x07\\x00"),
         ("abc\u202edef\u2066", "abc\\u202edef\\u2066"),
         ("back\rspace\x08", "back\\rspace\\x08"),
         ("\u2028\ud800", "\\u2028\\ud800"),
@@ -23,7 +23,7 @@ CONTROLS = set("\x1b\x07\x9b\u202e\u2066\r\b")
         # Joiners, direction marks and soft hyphens are parts of words; Arabic has visible formatting characters.
         *[
             (text, text)
-            for text in ("\u200d joins", "\u0646\u200c\u0645", "\u200e\u200f\u061c", "co\u00adop", "\u0600")
+            for text in ("\u200d joins", "\u0646\u200c\u0645", "\u200e\u200f\u061c", "co\u00adop", "\u0600", "a\u00a0b")
         ],
     ],
 )

@@ -4,10 +4,9 @@ import pytest
 
 import lmx_lab
 from lmx_lab.notebook.local import LocalBackend
-from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from tests.support.models import ENDLESS_CONTEXT, write_endless_llama
-from tests.support.panels import QUICK, Reader, ScriptedBackend
+from tests.support.panels import Reader, ScriptedBackend, panels_of
 
 
 @pytest.fixture
@@ -17,9 +16,8 @@ def backend():
 
 @pytest.fixture
 def workbench(backend):
-    workbench = Workbench(backend, **QUICK)
-    yield workbench
-    workbench.suspend()
+    with panels_of(backend) as workbench:
+        yield workbench
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +37,8 @@ def lab(endless_home):
 
 @pytest.fixture
 def real_workbench(lab):
-    workbench = Workbench(LocalBackend(lab.server), **QUICK)
-    yield workbench
-    workbench.suspend()
+    with panels_of(LocalBackend(lab.server)) as workbench:
+        yield workbench
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import pytest
 import lmx_lab
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.lens import LensPanel
-from lmx_lab.panels.workbench import Workbench
 from tests.support.labs import serving
-from tests.support.panels import QUICK, Reader, Refused
+from tests.support.panels import Reader, Refused, panels_of
 
 PANEL = LensPanel
 
@@ -22,9 +21,8 @@ def echo(tmp_path_factory):
 
 @pytest.fixture
 def workbench(echo):
-    workbench = Workbench(LocalBackend(echo.server), **QUICK)
-    yield workbench
-    workbench.suspend()
+    with panels_of(LocalBackend(echo.server)) as workbench:
+        yield workbench
 
 
 def texts(panel):
@@ -104,11 +102,10 @@ def test_the_panel_says_why_alternatives_cannot_be_clicked(echo):
 
     backend = LocalBackend(echo.server)
     backend.record = record
-    workbench = Workbench(backend, **QUICK)
-    reader = Reader(LensPanel(workbench))
-    reader.until(lambda panel: "hello" in texts(panel))
-    assert reader.panel.answer["refusal"] == "the engine did not report the token ids of this answer"
-    workbench.suspend()
+    with panels_of(backend) as workbench:
+        reader = Reader(LensPanel(workbench))
+        reader.until(lambda panel: "hello" in texts(panel))
+        assert reader.panel.answer["refusal"] == "the engine did not report the token ids of this answer"
 
 
 def test_the_panel_says_that_no_answers_are_recorded(tmp_path):

@@ -16,13 +16,12 @@ from lmx_lab.errors import InvalidRequestError, NotLoadedError, OutOfMemoryError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.panels.models import ENGINES, MAX_ROWS, ModelsPanel
 from lmx_lab.panels.panel import BUG
-from lmx_lab.panels.workbench import Workbench
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import DiskUse, EngineChoice, ModelEvent, Stored, Unloading
 from lmx_lab.wire.admin import Preference, RequestEvent
 from tests.support.gguf import EXACT, LOSSY
 from tests.support.labs import manager_of
-from tests.support.panels import QUICK, Reader, Refused, ScriptedBackend, record, server_sample
+from tests.support.panels import Reader, Refused, ScriptedBackend, panels_of, record, server_sample
 
 PANEL = ModelsPanel
 
@@ -158,47 +157,18 @@ def test_each_model_in_memory_has_a_row(reader, backend):
     reader.ask("refresh")
     reader.until(lambda panel: len(panel.resident) == 3 and panel.resident[0]["fraction"])
     choices = [["never", "never"], ["60", "1 min"], ["300", "5 min"], ["900", "15 min"], ["3600", "1 h"]]
-    assert reader.panel.resident == [
-        {
-            "id": "tiny",
-            "main": True,
-            "pinned": False,
-            "leaving": False,
-            "memory": "10 MB of 16.00 GB",
-            "fraction": 0.000625,
-            "engine": "on mlx, context 512",
-            "idle": "idle",
-            "ttl": "3600",
-            "ttls": choices,
-            "warning": "",
-        },
-        {
-            "id": "big",
-            "main": False,
-            "pinned": False,
-            "leaving": False,
-            "memory": "4.00 GB of 16.00 GB",
-            "fraction": 0.25,
-            "engine": "on mlx, context 512",
-            "idle": "idle for 3 min",
-            "ttl": "90",
-            "ttls": [*choices[:2], ["90", "90 s"], *choices[2:]],
-            "warning": "",
-        },
-        {
-            "id": "mini",
-            "main": False,
-            "pinned": True,
-            "leaving": False,
-            "memory": "500 MB of 16.00 GB",
-            "fraction": 0.03125,
-            "engine": "on mlx, context 512",
-            "idle": "idle for 121 min",
-            "ttl": "never",
-            "ttls": choices,
-            "warning": "",
-        },
+    usual = {"main": False, "pinned": False, "leaving": False, "engine": "on mlx, context 512", "warning": ""}
+    rows = [
+        {"id": "tiny", "main": True, "memory": "10 MB of 16.00 GB", "fraction": 0.000625},
+        {"id": "big", "memory": "4.00 GB of 16.00 GB", "fraction": 0.25},
+        {"id": "mini", "pinned": True, "memory": "500 MB of 16.00 GB", "fraction": 0.03125},
     ]
+    idle = [
+        {"idle": "idle", "ttl": "3600", "ttls": choices},
+        {"idle": "idle for 3 min", "ttl": "90", "ttls": [*choices[:2], ["90", "90 s"], *choices[2:]]},
+        {"idle": "idle for 121 min", "ttl": "never", "ttls": choices},
+    ]
+    assert reader.panel.resident == [{**usual, **row, **times} for row, times in zip(rows, idle, strict=True)]
     backend.set_state(state="stopped")
     reader.until(lambda panel: panel.resident == [])
 
@@ -576,28 +546,15 @@ def test_storage_shows_what_takes_space_and_what_a_deletion_would_delete(reader,
     reader.until(lambda panel: len(panel.storage.get("rows", ())) == 3)
     assert reader.panel.storage["note"] == "4.00 GB in all, 2.00 GB free: models of llama.cpp 3.00 GB, model 1.00 GB"
     names = ", ".join(f"part-{number} (100 MB)" for number in range(8))
+
+    def row(name, what, size, *, remedy="", question=""):
+        return {"id": name, "cells": [what, size, f"/home/{name}"], "remedy": remedy, "question": question}
+
+    loaded = "It is in memory, and can be used until it is unloaded."
     assert reader.panel.storage["rows"] == [
-        {
-            "id": "llama.cpp",
-            "cells": ["models of llama.cpp", "3.00 GB", "/home/llama.cpp"],
-            "remedy": "delete its files",
-            "question": "",
-        },
-        {
-            "id": "big",
-            "cells": ["model", "1.00 GB", "/home/big"],
-            "remedy": "",
-            "question": f"Delete big, 1.00 GB at /home/big? 10 files: {names} and 2 more.",
-        },
-        {
-            "id": "tiny",
-            "cells": ["model", "1 MB", "/home/tiny"],
-            "remedy": "",
-            "question": (
-                "Delete tiny, 1 MB at /home/tiny? 1 file: part-0 (1 MB). "
-                "It is in memory, and can be used until it is unloaded."
-            ),
-        },
+        row("llama.cpp", "models of llama.cpp", "3.00 GB", remedy="delete its files"),
+        row("big", "model", "1.00 GB", question=f"Delete big, 1.00 GB at /home/big? 10 files: {names} and 2 more."),
+        row("tiny", "model", "1 MB", question=f"Delete tiny, 1 MB at /home/tiny? 1 file: part-0 (1 MB). {loaded}"),
     ]
 
 
@@ -667,21 +624,17 @@ def test_while_memory_is_short_a_line_has_the_reason_and_what_was_freed(reader, 
 
 
 def test_an_attached_lab_says_where_storage_is_listed(lab):
-    with lmx_lab.attach(lab.url) as attached:
-        workbench = Workbench(attached.backend, **QUICK)
+    with lmx_lab.attach(lab.url) as attached, panels_of(attached.backend) as workbench:
         reader = Reader(ModelsPanel(workbench))
         reader.ask("storage")
         reader.until(lambda panel: "run lmx-lab storage where the server runs" in panel.storage.get("note", ""))
-        workbench.suspend()
         with pytest.raises(InvalidRequestError, match="where the server runs"):
             attached.backend.portal.run(attached.backend.remove_stored(stored("bench", 1)))
 
 
 def test_a_real_lab_keeps_several_models(endless_home):
     settings = Settings(home=endless_home, port=0, resident=2)
-    with lmx_lab.Lab(settings, loop="thread") as lab, contextlib.ExitStack() as stack:
-        workbench = Workbench(LocalBackend(lab.server), **QUICK)
-        stack.callback(workbench.suspend)
+    with lmx_lab.Lab(settings, loop="thread") as lab, panels_of(LocalBackend(lab.server)) as workbench:
         reader = Reader(ModelsPanel(workbench))
         for name in ("tiny", "tiny-two"):
             reader.ask("load", model=name)
@@ -726,9 +679,7 @@ def test_a_real_lab_loads_waits_and_unloads_and_its_errors_are_shown(lab, real_w
 def test_an_option_that_the_engine_refuses_is_named_until_the_next_load(lab, is_attached):
     with contextlib.ExitStack() as stack:
         backend = stack.enter_context(lmx_lab.attach(lab.url)).backend if is_attached else LocalBackend(lab.server)
-        workbench = Workbench(backend, **QUICK)
-        stack.callback(workbench.suspend)
-        reader = Reader(ModelsPanel(workbench))
+        reader = Reader(ModelsPanel(stack.enter_context(panels_of(backend))))
         reader.ask("load", model="tiny", options={"kv_cache_dtype": "q8_0"})
         reader.until(lambda panel: panel.error.startswith("tiny was not loaded: tiny runs on MLX"))
         assert reader.panel.error_field == "kv_cache_dtype"

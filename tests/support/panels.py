@@ -8,16 +8,18 @@ import json
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any, Self, get_args
 
-from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
+from lmx_lab.backend import Backend, FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.client.daemon_events import DaemonEvent, UnknownEvent, daemon_event
 from lmx_lab.client.subscription import ConnectionState
 from lmx_lab.panels.panel import Panel
 from lmx_lab.panels.summary import FIELDS
+from lmx_lab.panels.workbench import Workbench
 from lmx_lab.server.translate import timings, usage
 from lmx_lab.values.models import DiskUse, EngineChoice, LoadReport, LoadSpec, ModelEvent, Stored, TimeToLive
 from lmx_lab.values.outputs import Delta, FinishReason, Vectors
@@ -250,6 +252,16 @@ class Page(HTMLParser):
     def names(self) -> set[str]:
         """The names of all elements and of their attributes."""
         return {name for tag, attributes in self.elements for name in (tag, *attributes)}
+
+
+@contextmanager
+def panels_of(backend: Backend) -> Iterator[Workbench]:
+    """Yield a quick workbench, whose panels show this lab."""
+    workbench = Workbench(backend, **QUICK)
+    try:
+        yield workbench
+    finally:
+        workbench.suspend()
 
 
 class Refused(Exception):
