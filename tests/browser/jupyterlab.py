@@ -408,12 +408,19 @@ QUERIES = (f"where is the cat, number {number}" for number in itertools.count())
 DOCUMENTS = ["the dog runs", "the cat sits on the mat", "berlin is the capital of germany"]
 
 
-def rank(tab: Tab, documents: str) -> Locator:
-    """Fill in the form, rank by keyboard, and return the panel when it displays the result."""
-    rerank, query = tab.panel("Rerank"), next(QUERIES)
+def send_ranking(tab: Tab, documents: str, query: str) -> Locator:
+    """Fill in the form, send it by keyboard, and return the panel."""
+    rerank = tab.panel("Rerank")
     rerank.get_by_label("Query").fill(query)
     rerank.get_by_label("Documents").fill(documents)
     tab.page.keyboard.press("Control+Enter")
+    return rerank
+
+
+def rank(tab: Tab, documents: str) -> Locator:
+    """Rank by keyboard, and return the panel when it displays the result."""
+    query = next(QUERIES)
+    rerank = send_ranking(tab, documents, query)
     expect(rerank.get_by_role("status").filter(has_text=re.compile(f"{query}$"))).to_be_visible()
     return rerank
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.jupyterlab import DOCUMENTS, rank
+from tests.browser.jupyterlab import DOCUMENTS, rank, send_ranking
 
 LONG = "Bread is baked.\nright to left: \u202eabc\n" + "A long one. " * 100
 SLOW = "import asyncio\nlab.workbench.backend.rerank = lambda *_, **__: asyncio.sleep(3600)"
@@ -47,15 +47,6 @@ def test_ten_thousand_documents_are_shown_in_pages(panels):
     assert column(rerank, "rank")[0] == "101"
 
 
-def send(tab, documents, query):
-    """Fill in the form, send it by keyboard, and return the panel."""
-    panel = tab.panel("Rerank")
-    panel.get_by_label("Query").fill(query)
-    panel.get_by_label("Documents").fill(documents)
-    tab.page.keyboard.press("Control+Enter")
-    return panel
-
-
 def test_a_long_document_opens_and_closes(panels):
     panel = rank(panels, LONG)
     cell = panel.locator("td.document", has_text="A long one.")
@@ -72,7 +63,7 @@ def test_a_long_document_opens_and_closes(panels):
 def test_an_error_in_the_form_is_shown_until_the_next_ranking(panels):
     panel = panels.panel("Rerank")
     panel.get_by_label("Top").fill("0")
-    send(panels, LONG, "q")
+    send_ranking(panels, LONG, "q")
     expect(panel.get_by_role("alert")).to_contain_text("top_n is 0")
     panel.get_by_label("Top").fill("")
     rank(panels, LONG)
@@ -81,7 +72,7 @@ def test_an_error_in_the_form_is_shown_until_the_next_ranking(panels):
 
 def test_a_long_ranking_can_be_cancelled(panels):
     panels.kernel(SLOW)
-    panel = send(panels, LONG, "How long?")
+    panel = send_ranking(panels, LONG, "How long?")
     panel.get_by_role("button", name="Cancel").focus()
     expect(panel.get_by_text("Ranking…")).to_be_visible()
     panels.page.keyboard.press("Enter")
