@@ -15,7 +15,7 @@ from lmx_lab import urls
 from lmx_lab.errors import UnreachableError
 from lmx_lab.notebook import attach
 from tests.support.asking import ENDLESS, echo_body
-from tests.support.jupyter import jupyter_server
+from tests.support.jupyter import execute, jupyter_server, printed
 from tests.support.labs import PACE, manager_of, serving, wait_until_idle
 
 pytestmark = pytest.mark.slow
@@ -39,21 +39,7 @@ class Jupyter:
     def run(self, code):
         """Run code in a new kernel of this server, which is kept, and return its output."""
         made = httpx2.post(f"{self.url}api/kernels", json={"name": "python3"}, headers=AUTH)
-        address = f"{self.url.replace('http', 'ws')}api/kernels/{made.json()['id']}/channels"
-        header = {"msg_id": "1", "msg_type": "execute_request", "session": "1", "username": "", "version": "5.3"}
-        content = {"code": code, "silent": False, "allow_stdin": False, "stop_on_error": True}
-        empty = {"parent_header": {}, "metadata": {}}
-        printed = ""
-        with connect(address, additional_headers=AUTH, proxy=None) as channels:
-            channels.send(json.dumps({"channel": "shell", "header": header, "content": content, **empty}))
-            for frame in channels:
-                message = json.loads(frame)
-                assert message["msg_type"] != "error", message["content"]
-                if message["msg_type"] == "stream":
-                    printed += message["content"]["text"]
-                if message["msg_type"] == "execute_reply":
-                    break
-        return printed
+        return printed(execute(self.url, AUTH, made.json()["id"], code))
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import httpx2
 import psutil
-from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
+
+from tests.support.jupyter import NotebookError, execute, printed
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "build" / "binder"
@@ -38,7 +38,6 @@ PREFIX = "/user/someone/"
 CPUS = 2
 POLL_S = 0.1
 START_S = 300.0
-CELL_S = 300.0
 STOP_S = 30.0
 FIRST_NOTEBOOK = "notebooks/00_quickstart.ipynb"
 NOTEBOOKS = (
@@ -48,10 +47,6 @@ NOTEBOOKS = (
     "notebooks/03_rerank.ipynb",
     "notebooks/04_daemon.ipynb",
 )
-
-
-class NotebookError(Exception):
-    """A cell raised an exception, a kernel died, or a page does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,66 +91,17 @@ class JupyterBrowser:
         kernel: str = created.json()["kernel"]["id"]
         for cell in json.loads((root / path).read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] == "code":
-                self.execute(kernel, "".join(cell["source"]))
+                execute(self.url, self.headers, kernel, "".join(cell["source"]))
         return kernel
 
     def value(self, kernel: str, expression: str) -> str:
         """Return the text of an expression, evaluated in a kernel."""
-        outputs = self.execute(kernel, f"print({expression})")
-        return "".join(output["text"] for output in outputs if "text" in output).strip()
-
-    def execute(self, kernel: str, code: str) -> list[dict[str, Any]]:
-        """Run a cell and return its outputs.
-
-        Raises:
-            NotebookError: the cell raised an exception, or the kernel died.
-        """
-        address = f"{self.url.replace('http', 'ws', 1)}api/kernels/{kernel}/channels"
-        try:
-            with connect(address, additional_headers=self.headers, proxy=None, max_size=None) as channels:
-                message_id = secrets.token_hex(8)
-                channels.send(json.dumps(_request(message_id, code)))
-                return _outputs_until_idle(channels, message_id)
-        except (ConnectionClosed, TimeoutError) as error:
-            raise NotebookError(f"the kernel does not answer: {error}") from error
+        return printed(execute(self.url, self.headers, kernel, f"print({expression})")).strip()
 
     def end_kernels(self) -> None:
         with httpx2.Client(base_url=self.url, headers=self.headers, timeout=60) as http:
             for session in http.get("api/sessions").json():
                 http.delete(f"api/sessions/{session['id']}")
-
-
-def _request(message_id: str, code: str) -> dict[str, Any]:
-    header = {
-        "msg_id": message_id,
-        "msg_type": "execute_request",
-        "session": message_id,
-        "username": "",
-        "version": "5.3",
-    }
-    content = {"code": code, "silent": False, "allow_stdin": False, "stop_on_error": True}
-    return {"channel": "shell", "header": header, "content": content, "parent_header": {}, "metadata": {}}
-
-
-def _outputs_until_idle(channels: Any, message_id: str) -> list[dict[str, Any]]:
-    outputs: list[dict[str, Any]] = []
-    while True:
-        frame = channels.recv(timeout=CELL_S)
-        if isinstance(frame, bytes):
-            # A buffer of a widget, which is not needed here.
-            continue
-        message = json.loads(frame)
-        kind, content = message["msg_type"], message["content"]
-        if kind == "status" and content["execution_state"] in ("restarting", "dead"):
-            raise NotebookError("the kernel died")
-        if message["parent_header"].get("msg_id") != message_id:
-            continue
-        if kind == "error":
-            raise NotebookError(f"{content['ename']}: {content['evalue']}")
-        if kind in ("stream", "display_data", "execute_result"):
-            outputs.append(content)
-        if kind == "status" and content["execution_state"] == "idle":
-            return outputs
 
 
 class PeakMemory:
