@@ -73,19 +73,17 @@ def test_refusals_name_the_value_and_the_reason(lab):
             reply.branch(at, 300)
     # " ", then the four bytes of the emoji.
     assert reply.branch(2, "x").text == "a x"
-    with pytest.raises(InvalidRequestError, match="position 4 is inside a character"):
-        reply.branch(4, "x")
-    with pytest.raises(InvalidRequestError, match="token has the token id 10000000; echo knows 0 to"):
-        reply.branch(0, 10_000_000)
-    with pytest.raises(InvalidRequestError, match=r"token has 'seaside', which is 3 tokens of echo"):
-        reply.branch(0, "seaside")
-    with pytest.raises(InvalidRequestError, match="it must be the id or the text of one token"):
-        reply.branch(0, "")
-    with pytest.raises(InvalidRequestError, match="begins with 3 tokens, and max_tokens is 2"):
-        reply.branch(2, "x", max_tokens=2)
-    for wrong in ({"seed": "7"}, {"max_tokens": 2.5}):
-        with pytest.raises(InvalidRequestError, match="it must be a whole number"):
-            reply.branch(2, "x", **wrong)
+    for at, token, options, message in (
+        (4, "x", {}, "position 4 is inside a character"),
+        (0, 10_000_000, {}, "token has the token id 10000000; echo knows 0 to"),
+        (0, "seaside", {}, "token has 'seaside', which is 3 tokens of echo"),
+        (0, "", {}, "it must be the id or the text of one token"),
+        (2, "x", {"max_tokens": 2}, "begins with 3 tokens, and max_tokens is 2"),
+        (2, "x", {"seed": "7"}, "it must be a whole number"),
+        (2, "x", {"max_tokens": 2.5}, "it must be a whole number"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            reply.branch(at, token, **options)
     forced = lab.chat("hello", tools=[TOOL], tool_choice="required")
     with pytest.raises(InvalidRequestError, match="forces a tool call"):
         forced.branch(0, forced.ids[0])

@@ -81,13 +81,18 @@ def test_running_needs_no_development_tools_and_testing_adds_them(target, extras
     assert re.findall(r"python tools/install\.py (.+)", planned.stdout) == extras
 
 
+def installed(checkout, *arguments):
+    """Return the output of an installation after which the package can be imported."""
+    completed = run_install(checkout, *arguments)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
+    return completed.stdout
+
+
 @pytest.mark.parametrize("arguments", [["lab"], ["lab", "--groups", "dev"], ["--groups", "dev"]], ids=" ".join)
 def test_pip_installs_the_checkout_if_uv_cannot_be_installed(checkout, arguments):
     (checkout / "tools" / "constraints" / "all.txt").write_text("uv==0.0.0\n")
-    completed = run_install(checkout, *arguments)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert "uv cannot be installed" in completed.stdout
-    subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
+    assert "uv cannot be installed" in installed(checkout, *arguments)
 
 
 def test_pip_installs_the_checkout_if_uv_fails(checkout):
@@ -98,11 +103,8 @@ def test_pip_installs_the_checkout_if_uv_fails(checkout):
     uv = checkout / ".venv" / "bin" / "uv"
     uv.write_text(BROKEN_UV)
     uv.chmod(0o755)
-    completed = run_install(checkout, "lab")
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "no route to the index\nuv failed\n" in installed(checkout, "lab")
     assert "pip install --python" in (checkout / "uv-was-called").read_text()
-    assert "no route to the index\nuv failed\n" in completed.stdout
-    subprocess.run([checkout / ".venv" / "bin" / "python", "-c", "import small"], cwd=checkout.parent, check=True)
 
 
 def test_the_exit_status_is_1_if_neither_can_install(install, monkeypatch):
