@@ -3,6 +3,7 @@
 ``make cluster`` has an environment with these packages.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -127,6 +128,20 @@ def two_sessions(url):
     return [first, others[0]]
 
 
+@contextlib.contextmanager
+def long_answers(url):
+    """Yield sessions of different replicas, which answer within the block; at its end, the answers have ended."""
+    sessions = two_sessions(url)
+    threads = [threading.Thread(target=each.chat, args=(LONG,)) for each in sessions]
+    for thread in threads:
+        thread.start()
+    for each in sessions:
+        wait_until(lambda each=each: each.metric("lmx_lab_requests_active") == 1)
+    yield sessions
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
 def test_a_conversation_stays_on_one_replica_and_a_disconnect_ends_its_answer(two_replicas):
     first, second = two_sessions(two_replicas)
     before = [each.metric("lmx_lab_requests_total") for each in (first, second)]
@@ -167,20 +182,10 @@ def replicas():
 def test_the_answers_of_a_killed_replica_end_with_an_error_and_another_one_answers(two_replicas):
     from ray.serve._private.constants import SERVE_NAMESPACE
 
-    sessions = two_sessions(two_replicas)
-    threads = [threading.Thread(target=each.chat, args=(LONG,)) for each in sessions]
-    for thread in threads:
-        thread.start()
-    for each in sessions:
-        wait_until(lambda each=each: each.metric("lmx_lab_requests_active") == 1)
-    names = [
-        each["name"]
-        for each in ray.util.list_named_actors(all_namespaces=True)
-        if each["name"].startswith("SERVE_REPLICA::echo#lmx-lab#")
-    ]
-    ray.kill(ray.get_actor(names[0], namespace=SERVE_NAMESPACE))
-    for thread in threads:
-        thread.join(WAIT_S)
+    with long_answers(two_replicas) as sessions:
+        actors = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+        replica = next(name for name in actors if name.startswith("SERVE_REPLICA::echo#lmx-lab#"))
+        ray.kill(ray.get_actor(replica, namespace=SERVE_NAMESPACE))
     assert sorted(each.error is None for each in sessions) == [False, True]
     assert sorted("[DONE]" in each.text for each in sessions) == [False, True]
     for each in sessions:
@@ -190,15 +195,8 @@ def test_the_answers_of_a_killed_replica_end_with_an_error_and_another_one_answe
 
 
 def test_a_replica_that_is_removed_first_ends_its_answers(serve, two_replicas, home):
-    sessions = two_sessions(two_replicas)
-    threads = [threading.Thread(target=each.chat, args=(LONG,)) for each in sessions]
-    for thread in threads:
-        thread.start()
-    for each in sessions:
-        wait_until(lambda each=each: each.metric("lmx_lab_requests_active") == 1)
-    serve.run(echo(home, 1), name="echo", route_prefix="/")
-    for thread in threads:
-        thread.join(WAIT_S)
+    with long_answers(two_replicas) as sessions:
+        serve.run(echo(home, 1), name="echo", route_prefix="/")
     assert [each.error for each in sessions] == [None, None]
     assert all("[DONE]" in each.text for each in sessions)
     wait_until(lambda: len(replicas()) == 1)

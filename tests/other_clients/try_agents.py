@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,6 @@ def shell_call(command: str) -> dict[str, Any]:
     return {"name": "exec_command", "arguments": {"cmd": command}}
 
 
-def view_image(file: Path) -> dict[str, Any]:
-    return {"name": "view_image", "arguments": {"path": str(file)}}
-
-
 def read_file(file: Path) -> dict[str, Any]:
     return {"name": "read", "arguments": {"filePath": str(file)}}
 
@@ -88,23 +84,21 @@ OPENCODE = ("opencode", "run", "--title", "Prices")
 ALLOWED = "Read,Edit,mcp__pictures"
 WITH_IMAGES = {"provider": {"lab": {"models": {"default": {"modalities": {"input": ["text", "image"]}}}}}}
 PATCH = f"*** Begin Patch\n*** Update File: {{name}}\n@@\n-        {BUG}\n+        {FIXED}\n*** End Patch\n"
+CODEX_AGENT = Agent(
+    title="Codex CLI",
+    package="@openai/codex",
+    read_file=lambda file: shell_call(f"cat {file.name}"),
+    edit_file=lambda file: shell_call(f"sed -i 's/{BUG}/{FIXED}/' {file.name} && cat {file.name}"),
+    view_picture=lambda file: {"name": "view_image", "arguments": {"path": str(file)}},
+    first=(*CODEX, *CODEX_OPTIONS),
+    second=(*CODEX, "resume", "--last", *CODEX_OPTIONS),
+)
 AGENTS = (
-    Agent(
-        title="Codex CLI",
-        package="@openai/codex",
-        read_file=lambda file: shell_call(f"cat {file.name}"),
-        edit_file=lambda file: shell_call(f"sed -i 's/{BUG}/{FIXED}/' {file.name} && cat {file.name}"),
-        view_picture=view_image,
-        first=(*CODEX, *CODEX_OPTIONS),
-        second=(*CODEX, "resume", "--last", *CODEX_OPTIONS),
-    ),
+    CODEX_AGENT,
     # Codex offers the custom tool apply_patch to a model that it knows, which must search for the tools of MCP servers.
-    Agent(
-        title="Codex CLI",
-        package="@openai/codex",
-        read_file=lambda file: shell_call(f"cat {file.name}"),
+    replace(
+        CODEX_AGENT,
         edit_file=lambda file: {"name": "apply_patch", "arguments": {"input": PATCH.format(name=file.name)}},
-        view_picture=view_image,
         tool_prefix=None,
         first=(*CODEX, *KNOWN_MODEL, *CODEX_OPTIONS),
         second=(*CODEX, "resume", "--last", *KNOWN_MODEL, *CODEX_OPTIONS),
