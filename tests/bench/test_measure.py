@@ -165,41 +165,35 @@ def notebook(home):
     assert "was destroyed" not in stderr, stderr
 
 
-@pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
+INTERRUPTED = """
+{first_line}
+import signal
+from lmx_lab.bench import runner as measuring
+text = measuring.progress_text
+measuring.progress_text = lambda step: step.done == 3 and {after_three} or text(step)
+rows = lab.bench(prompt_tokens=48, output_tokens={output_tokens}, requests=1000, record=False)
+measuring.progress_text = text
+print(3 <= len(rows) < 1000, rows.attrs["interrupted"], rows["error"].notna().sum())
+"""
+# In a cell with ``await``, the handler of ipykernel raises no exception.
+in_both_kinds_of_cells = pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
+
+
+@in_both_kinds_of_cells
 def test_the_stop_button_keeps_the_rows(notebook, first_line):
-    """In a cell with ``await``, the handler of ipykernel raises no exception."""
-    output = notebook.interrupt(
-        f"""
-        {first_line}
-        from lmx_lab.bench import runner as measuring
-        text = measuring.progress_text
-        measuring.progress_text = lambda step: step.done == 3 and print("started") or text(step)
-        rows = lab.bench(prompt_tokens=48, output_tokens=300, requests=1000, record=False)
-        measuring.progress_text = text
-        print(3 <= len(rows) < 1000, rows.attrs["interrupted"], rows["error"].notna().sum())
-        """
-    )
+    code = INTERRUPTED.format(first_line=first_line, after_three='print("started")', output_tokens=300)
+    output = notebook.interrupt(code)
     assert output.error is None, output.message
     assert output.text.strip().splitlines()[-1] == "True True 0"
     # The lab still works.
     assert notebook.run("print(lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "2"
 
 
-@pytest.mark.parametrize("first_line", ["", "import asyncio; await asyncio.sleep(0)"])
+@in_both_kinds_of_cells
 def test_an_interrupt_between_two_requests_is_not_lost(notebook, first_line):
-    printed = notebook.run(
-        f"""
-        {first_line}
-        import signal
-        from lmx_lab.bench import runner as measuring
-        text = measuring.progress_text
-        measuring.progress_text = lambda step: step.done == 3 and signal.raise_signal(signal.SIGINT) or text(step)
-        rows = lab.bench(prompt_tokens=48, output_tokens=8, requests=400, record=False)
-        measuring.progress_text = text
-        print(len(rows) < 400, rows.attrs["interrupted"], rows["error"].notna().sum())
-        """
-    )
-    assert printed == "True True 0"
+    raised = "signal.raise_signal(signal.SIGINT)"
+    code = INTERRUPTED.format(first_line=first_line, after_three=raised, output_tokens=8)
+    assert notebook.run(code) == "True True 0"
 
 
 # --- what cannot be measured
