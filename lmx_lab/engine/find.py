@@ -70,38 +70,11 @@ class ModelFinder:
         can_choose = self.catalog.can_choose_format(name)
         if found is not None and (not can_choose or engine_for(found.format).problem() is None):
             return found
-        return await self._fetch(spec, entries, preferred, missing, local=local)
-
-    async def formats(self, spec: LoadSpec, *, local: bool) -> list[ModelEntry]:
-        """Return the formats on disk to which the name refers or, if an engine is required, all formats of the model.
-
-        Raises:
-            ModelNotFoundError, UnusableModelError, NotLoadedError: see ``find``.
-        """
-        all_formats = spec.engine != "auto"
-        find = functools.partial(self.catalog.find_formats, spec.model, local=local, all_formats=all_formats)
-        return await from_disk(find, spec.model)
-
-    async def preferred(self, spec: LoadSpec) -> PreferredEngine:
-        """Return the engine that is preferred on this machine for a load."""
-        return await from_disk(lambda: preferred_engine(read_speeds(self.settings), spec), spec.model)
-
-    async def _fetch(
-        self,
-        spec: LoadSpec,
-        entries: Sequence[ModelEntry],
-        preferred: PreferredEngine,
-        missing: ModelNotFoundError | UnusableModelError | None,
-        *,
-        local: bool,
-    ) -> ModelEntry:
-        """Download the model, or make the format that the engine needs."""
-        name = spec.model
+        # It is downloaded, or the format that the engine needs is made.
         if spec.engine != "auto":
             format_, reason = ENGINES[spec.engine].formats[0], REQUESTED
         else:
             format_, reason = preferred.format, preferred.reason
-        can_choose = self.catalog.can_choose_format(name)
         if entries and not can_choose:
             # Raises, because the engine runs none of the formats on the disk.
             choose_engine(entries[0], spec)
@@ -127,6 +100,20 @@ class ModelFinder:
                 raise UnusableModelError(f"{missing.message}; {exc.message}", param="model") from exc
             raise ModelNotFoundError(f"{name} is not on disk: {exc.message}", param="model") from exc
         return replace(entry, engine_reason=reason) if can_choose else entry
+
+    async def formats(self, spec: LoadSpec, *, local: bool) -> list[ModelEntry]:
+        """Return the formats on disk to which the name refers or, if an engine is required, all formats of the model.
+
+        Raises:
+            ModelNotFoundError, UnusableModelError, NotLoadedError: see ``find``.
+        """
+        all_formats = spec.engine != "auto"
+        find = functools.partial(self.catalog.find_formats, spec.model, local=local, all_formats=all_formats)
+        return await from_disk(find, spec.model)
+
+    async def preferred(self, spec: LoadSpec) -> PreferredEngine:
+        """Return the engine that is preferred on this machine for a load."""
+        return await from_disk(lambda: preferred_engine(read_speeds(self.settings), spec), spec.model)
 
     async def resolve(self, name: str, *, local: bool) -> ModelEntry:
         """Return the model of this name on disk.

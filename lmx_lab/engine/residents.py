@@ -314,7 +314,14 @@ class Residents:
             if self._lent is not None:
                 self.check_free()
             await self._begin(change, entry)
-            return await change.run(self._load_beside(entry, spec))
+            # Other loads and unloads need not wait for it: it stays next to the main model, in memory that is free.
+            started = time.perf_counter()
+            if await self._find_loaded(entry, spec) is None:
+                same = [model for model in self.now.models if is_same(model.entry, entry)]
+                await change.run(self._check_loadable(entry, spec, without=same))
+            checked_s = time.perf_counter() - started
+            report = await change.run(self._enter(entry, spec, as_main=False, checked_s=checked_s))
+            return replace(report, context_length=None)
         if if_busy == "refuse":
             self.check_free()
         async with self._in_progress(change):
@@ -401,19 +408,17 @@ class Residents:
             # Not the exception, which refers to this frame, and so to the models that have left.
             kind, message, param = type(exc), exc.message, exc.param
         # They are not needed if another model is loaded instead, or if the lab stops.
-        outcome = await self._restore(change, left, main) if change.restores else ""
-        raise kind(f"{message}{outcome}", param=param)
-
-    async def _load_beside(self, entry: ModelEntry, spec: LoadSpec) -> LoadReport:
-        """Load an encoder that stays next to the main model, in memory that is free. Other loads and unloads need not
-        wait for it.
-        """
-        started = time.perf_counter()
-        if await self._find_loaded(entry, spec) is None:
-            same = [model for model in self.now.models if is_same(model.entry, entry)]
-            await self._check_loadable(entry, spec, without=same)
-        report = await self._enter(entry, spec, as_main=False, checked_s=time.perf_counter() - started)
-        return replace(report, context_length=None)
+        if change.restores and not left:
+            message += f"; {main.entry.id} is still loaded" if main and main in self.now.models else NONE_LOADED
+        for model in left if change.restores else ():
+            name = model.entry.id
+            try:
+                await change.restore(self._reload(model, as_main=model is main))
+            except LabError as exc:
+                message += f"; the previous model {name} could not be loaded again either: {exc.message}"
+            else:
+                message += f"; the previous model {name} is loaded again"
+        raise kind(message, param=param)
 
     async def _choose_leaving(self, entry: ModelEntry, spec: LoadSpec, present: Model | None) -> list[Model]:
         """Let the engine check a model, and return the models that leave memory for it.
@@ -447,26 +452,6 @@ class Residents:
                 raise OutOfMemoryError(f"{exc.message}; {note}", param=exc.param) from exc
             return leaving
         raise AssertionError("unreachable")
-
-    async def _restore(self, change: Change[LoadReport], left: Sequence[Model], main: Model | None) -> str:
-        """Load models again that have left memory for a load that has failed. Return the outcome as the end of an error
-        message.
-
-        Args:
-            main: The main model before the load.
-        """
-        if not left:
-            return f"; {main.entry.id} is still loaded" if main in self.now.models and main else NONE_LOADED
-        outcome = ""
-        for model in left:
-            name = model.entry.id
-            try:
-                await change.restore(self._reload(model, as_main=model is main))
-            except LabError as exc:
-                outcome += f"; the previous model {name} could not be loaded again either: {exc.message}"
-            else:
-                outcome += f"; the previous model {name} is loaded again"
-        return outcome
 
     async def _reload(self, model: Model, *, as_main: bool) -> None:
         """Load a model again that has left memory, unless it was loaded in another way in the meantime."""
@@ -657,7 +642,21 @@ class Residents:
             InvalidRequestError: the model of this name is pinned, or not in memory.
             ModelBusyError: a model is being loaded in place of the named one, which still answers.
         """
-        if (joined := self._unload_to_join(model, wait, local=local)) is not None:
+        requested = next((it for it in self._changes if it.cause == "requested"), None)
+        joined: Change[int] | Drain | None = None
+        if model is None:
+            if requested is not None and requested.entry in (None, self.now.main and self.now.main.entry):
+                joined = requested
+        # With ``wait``, a name means the model in memory, even if it is being loaded with other options.
+        elif wait is not None or not self._loads(model):
+            drain = self.change.drain if self.change is not None else None
+            leaving = drain.model.entry if drain is not None else None
+            joined = drain
+            if requested is not None and requested.entry is not None:
+                joined, leaving = requested, requested.entry
+            if leaving is None or loaded_id(model, [leaving], local=local) != leaving.id:
+                joined = None
+        if joined is not None:
             joined.set_wait(wait)
             return await asyncio.shield(joined.done)
         loads = [it for it in self._loads(model) if model is not None or (it.entry is not None and not it.beside)]
@@ -686,26 +685,6 @@ class Residents:
         )
         self._start(change, self._unload(change, model))
         return change
-
-    def _unload_to_join(self, model: str | None, wait: bool | None, *, local: bool) -> Change[int] | Drain | None:
-        """Return the unload in progress that a request to unload joins; None if there is none.
-
-        Args:
-            model, wait: The arguments of the request. With ``wait``, a name means the model in memory, even if the same
-                model is being loaded with other options.
-        """
-        requested = next((it for it in self._changes if it.cause == "requested"), None)
-        if model is None:
-            is_of_main = requested is not None and requested.entry in (None, self.now.main and self.now.main.entry)
-            return requested if is_of_main else None
-        if wait is None and self._loads(model):
-            return None
-        drain = self.change.drain if self.change is not None else None
-        joined: Change[int] | Drain | None = drain
-        entry = drain.model.entry if drain is not None else None
-        if requested is not None and requested.entry is not None:
-            joined, entry = requested, requested.entry
-        return joined if entry is not None and loaded_id(model, [entry], local=local) == entry.id else None
 
     async def _unload(self, change: Change[int], model: Model | None) -> int:
         """Unload a model. If this was not requested, it stays if it has requests or one arrives in the meantime."""
