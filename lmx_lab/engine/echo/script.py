@@ -171,11 +171,22 @@ def _answer(value: Any, location: str) -> ScriptAnswer:
     code = _text(value, "code", location)
     if code is not None and (code not in FAILURES or "error" not in value):
         raise ValueError(f"{location}: code is {_shorten(code)}; with an error it can be {', '.join(FAILURES)}")
+    given = value.get("tool_calls")
+    if not isinstance(given, list | None):
+        raise ValueError(f"{location}: tool_calls is {_shorten(given)}; it must be a list")
+    calls = []
+    for at, call in enumerate(given or ()):
+        is_call = isinstance(call, dict) and {"name"} <= set(call) <= {"name", "arguments"}
+        name, arguments = (call["name"], call.get("arguments", {})) if is_call else (None, None)
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            form = '{"name": "...", "arguments": {...}}'
+            raise ValueError(f"{location}: tool_calls[{at}] is {_shorten(call)}; it must be {form}")
+        calls.append((name, arguments))
     return ScriptAnswer(
         location=location,
         text=_text(value, "text", location) or "",
         reasoning=_text(value, "reasoning", location),
-        calls=_calls(value.get("tool_calls"), location),
+        calls=tuple(calls),
         error=_text(value, "error", location),
         code=code or EngineError.code,
         delay_s=_number(value, "delay_s", location, MAX_DELAY_S) or 0.0,
@@ -203,22 +214,6 @@ def _number(answer: Mapping[str, Any], key: str, location: str, most: float, *, 
     if not least <= value <= most:
         raise ValueError(f"{location}: {key} is {_shorten(value)}; it must be {least:g} to {most:g}")
     return float(value)
-
-
-def _calls(value: Any, location: str) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise ValueError(f"{location}: tool_calls is {_shorten(value)}; it must be a list")
-    calls = []
-    for at, call in enumerate(value):
-        is_call = isinstance(call, dict) and {"name"} <= set(call) <= {"name", "arguments"}
-        name, arguments = (call["name"], call.get("arguments", {})) if is_call else (None, None)
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            form = '{"name": "...", "arguments": {...}}'
-            raise ValueError(f"{location}: tool_calls[{at}] is {_shorten(call)}; it must be {form}")
-        calls.append((name, arguments))
-    return tuple(calls)
 
 
 def _shorten(value: Any) -> str:

@@ -142,12 +142,20 @@ def attend(
     for start in range(0, length, block):
         stop = min(start + block, length)
         low, high = (0, length) if window is None else (max(0, start - window), min(length, stop + window))
+        # Which keys each query attends to, broadcastable to (rows, heads, queries, keys); None for all keys.
+        seen = None if mask is None else mask[:, None, None, low:high]
+        if window is not None and max(stop - low, high - start) - 1 > window:
+            distance = mx.abs(mx.arange(start, stop)[:, None] - mx.arange(low, high)[None])
+            near = distance <= window
+            # Padding far from any text attends to itself: a softmax over nothing is NaN, which no later mask can
+            # remove.
+            seen = near if seen is None else (seen & near) | (distance == 0)
         part = mx.fast.scaled_dot_product_attention(
             queries[:, :, start:stop],
             keys[:, :, low:high],
             values[:, :, low:high],
             scale=size**-0.5,
-            mask=_mask(mask, window, (start, stop), (low, high)),
+            mask=seen,
         )
         blocks.append(part)
         if block < length:
@@ -163,19 +171,6 @@ def block_length(rows: int, heads: int, length: int, window: int | None) -> int:
         return length
     seen = length if window is None else 2 * window + length
     return max(1, min(length, SCORES_BYTES // (4 * rows * heads * seen)))
-
-
-def _mask(
-    padding: mx.array | None, window: int | None, queries: tuple[int, int], keys: tuple[int, int]
-) -> mx.array | None:
-    """Return which keys each query attends to, broadcastable to (rows, heads, queries, keys); None for all keys."""
-    mask = None if padding is None else padding[:, None, None, keys[0] : keys[1]]
-    if window is None or (queries[1] - keys[0] - 1 <= window and keys[1] - queries[0] - 1 <= window):
-        return mask
-    distance = mx.abs(mx.arange(*queries)[:, None] - mx.arange(*keys)[None])
-    near = distance <= window
-    # Padding far from any text attends to itself: a softmax over nothing is NaN, which no later mask can remove.
-    return near if mask is None else (mask & near) | (distance == 0)
 
 
 def require_finite(name: str, tensor: mx.array) -> None:

@@ -122,6 +122,15 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
     table, default = settings.get("prompts"), settings.get("default_prompt_name")
     by_name = {name: text for name, text in table.items() if isinstance(text, str)} if isinstance(table, dict) else {}
     prompts = EncodingPrompts(by_name=by_name, default=default if isinstance(default, str) else None)
+    chat: ChatTemplateInput | None = None
+    kinds, processing = transformer.get("modality_config"), transformer.get("processing_kwargs")
+    if isinstance(kinds, dict) and isinstance(kinds.get("message"), dict):
+        options = (processing.get("chat_template") if isinstance(processing, dict) else None) or {}
+        chat = ChatTemplateInput(
+            system=prompts.prompt_for(None),
+            structured=kinds["message"].get("format") == "structured",
+            options={key: value for key, value in options.items() if key != "restore_suffix"},
+        )
     max_tokens = transformer.get("max_seq_length")
     is_limited = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens > 0
     return SentenceTransformersConfig(
@@ -132,7 +141,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersConfig:
         prompts=prompts,
         lower_case=transformer.get("do_lower_case") is True,
         max_tokens=max_tokens if is_limited else None,
-        chat=_read_chat(transformer, prompts.prompt_for(None)),
+        chat=chat,
         plain="message" not in transformer.get("modality_config", ["message"]),
         activation=_find_activation(settings, read_json(folder / "config.json")),
     )
@@ -166,16 +175,6 @@ def _size(config: dict[str, Any], key: str, where: Path) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UnusableModelError(f"{where}: {key} is {value!r}; it must be an integer of at least 0")
     return value
-
-
-def _read_chat(transformer: dict[str, Any], system: str) -> ChatTemplateInput | None:
-    kinds = transformer.get("modality_config")
-    if not isinstance(kinds, dict) or not isinstance(kinds.get("message"), dict):
-        return None
-    processing = transformer.get("processing_kwargs")
-    options = processing.get("chat_template") if isinstance(processing, dict) else None
-    options = {key: value for key, value in (options or {}).items() if key != "restore_suffix"}
-    return ChatTemplateInput(system=system, structured=kinds["message"].get("format") == "structured", options=options)
 
 
 def _find_activation(settings: dict[str, Any], config: dict[str, Any]) -> Activation:

@@ -311,8 +311,27 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
         parse = partial(_parse_mistral_calls, parse) if is_mistral else parse
         names = PARSED_NAMES.get(parser, ".+")
         own_calls = OwnCallFormat(tokenizer.tool_call_start, tokenizer.tool_call_end or "", parse, names)
+    convert_message: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    # The template of K2 Horizon refuses answers without reasoning, even an empty one.
+    answers = (ANSWER, {**ANSWER, "reasoning_content": ""})
+    if is_harmony:
+        convert_message = _without_clashes
+    elif is_mistral:
+        convert_message = partial(_for_mistral, has_parts="block['thinking']" in str(tokenizer.chat_template))
+    elif [_render(tokenizer, USER, answer, USER) is None for answer in answers] == [True, False]:
+        convert_message = _with_reasoning
     ended = tokenizer.encode(reasoning_markers[1], add_special_tokens=False) if reasoning_markers is not None else ()
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    warning = ""
+    try:
+        shared_pool().portal.run(render_chat(tokenizer, [USER], add_generation_prompt=True))
+    except TemplateLimitError:
+        raise
+    except Exception as exc:
+        warning = (
+            "the chat template could not be tried with a single message, so tools and reasoning may not be recognized: "
+            f"{exc!s:.300}"
+        )
     return ChatFormat(
         reasoning_markers=reasoning_markers,
         reasoning_end=tuple(map(int, ended)),
@@ -320,7 +339,7 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
         supports_system=_supports_system(tokenizer),
         supports_notes=_supports_system(tokenizer, after=(USER, ANSWER)),
         own_calls=own_calls,
-        convert_message=_without_clashes if is_harmony else _converter(tokenizer, is_mistral=is_mistral),
+        convert_message=convert_message,
         initial=BETWEEN if is_harmony else tokenizer.response_initial_state or CONTENT,
         transitions=transitions,
         literals={
@@ -329,22 +348,8 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
             if token.special and int(id_) not in tokenizer.eos_token_ids
         },
         markers={marker: _marker(marker, added) for marker in (*(reasoning_markers or ()), START, END)},
-        warning=_try_message(tokenizer),
+        warning=warning,
     )
-
-
-def _try_message(tokenizer: Any) -> str:
-    """Return a warning if the template cannot be rendered for a single message; empty otherwise."""
-    try:
-        shared_pool().portal.run(render_chat(tokenizer, [USER], add_generation_prompt=True))
-    except TemplateLimitError:
-        raise
-    except Exception as exc:
-        return (
-            "the chat template could not be tried with a single message, so tools and reasoning may not be recognized: "
-            f"{exc!s:.300}"
-        )
-    return ""
 
 
 def _render(tokenizer: Any, *messages: Mapping[str, Any], **options: Any) -> str | None:
@@ -383,16 +388,6 @@ def _writes_generic_calls(tokenizer: Any) -> bool:
     return False
 
 
-def _converter(tokenizer: Any, *, is_mistral: bool) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    if is_mistral:
-        return partial(_for_mistral, has_parts="block['thinking']" in str(tokenizer.chat_template))
-    # The template of K2 Horizon refuses answers without reasoning, even an empty one.
-    answers = (ANSWER, {**ANSWER, "reasoning_content": ""})
-    if [_render(tokenizer, USER, answer, USER) is None for answer in answers] == [True, False]:
-        return lambda message: {**({"reasoning_content": ""} if message["role"] == "assistant" else {}), **message}
-    return dict
-
-
 def _for_mistral(message: Mapping[str, Any], *, has_parts: bool) -> dict[str, Any]:
     """Replace call ids by ids of nine letters and digits; Mistral's templates reject all others.
 
@@ -426,6 +421,10 @@ def _parse_harmony_call(text: str, tools: Any) -> Any:
 
 
 HARMONY_CALLS = OwnCallFormat(HARMONY_CALL[0], "<|call|>", _parse_harmony_call)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**({"reasoning_content": ""} if message["role"] == "assistant" else {}), **message}
 
 
 def _without_clashes(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,8 +141,18 @@ class EnforcedCallReader(CallReader):
     def feed(self, text: str) -> list[ToolCallDelta]:
         if not self.accepted:
             self._append(text)
-        at = self._read_name(text) if self._called is None else 0
-        if at is None or self._called is None or self.repeats:
+        at = 0
+        if self._called is None:
+            at = self._before_name.feed(text, 0)
+            if not self._before_name.done or self._name.done:
+                return []
+            begin, at = at, self._name.feed(text, at)
+            self._name_text.append(text[begin:at])
+            if self._name.done:
+                with suppress(ValueError):
+                    name = json.loads("".join(self._name_text))
+                    self._called = name if _is_sendable_text(name) else None
+        if self._called is None or self.repeats:
             return []
         if self._before_arguments.done:
             arguments = text[at : self._arguments.feed(text, at)]
@@ -173,20 +183,6 @@ class EnforcedCallReader(CallReader):
         if not self.accepted:
             self._append(end)
         return []
-
-    def _read_name(self, text: str) -> int | None:
-        """Set the name and return the position after it, if this text completes it; None otherwise."""
-        at = self._before_name.feed(text, 0)
-        if not self._before_name.done or self._name.done:
-            return None
-        end = self._name.feed(text, at)
-        self._name_text.append(text[at:end])
-        if not self._name.done:
-            return None
-        with suppress(ValueError):
-            name = json.loads("".join(self._name_text))
-            self._called = name if _is_sendable_text(name) else None
-        return end
 
 
 class _SymbolScanner:

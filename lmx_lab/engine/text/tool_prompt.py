@@ -66,9 +66,15 @@ def write_tools_as_text(
             results = []
         rest = dict(message)
         if calls := rest.pop("tool_calls", None):
-            functions = [call["function"] for call in calls]
-            texts = [f"{START}\n{_written_call(each['name'], each['arguments'])}\n{END}" for each in functions]
-            rest["content"] = "\n".join(filter(None, [rest["content"], *texts]))
+            texts = [rest["content"]] if rest["content"] else []
+            for call in calls:
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
+                text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+                if isinstance(arguments, str):
+                    # The call was cut off. It is shown as the model wrote it.
+                    text = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}'
+                texts.append(f"{START}\n{text}\n{END}")
+            rest["content"] = "\n".join(texts)
         written.append(rest)
     if results:
         written.append(_results_message(results))
@@ -82,13 +88,6 @@ def write_tools_as_text(
     if not system and first["role"] == "user":
         return [{**first, "content": f"{instructions}\n\n{first['content']}"}, *written[1:]]
     return [{"role": "system", "content": instructions}, *written]
-
-
-def _written_call(name: str, arguments: Any) -> str:
-    if not isinstance(arguments, str):
-        return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    # The call was cut off. It is shown as the model wrote it.
-    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}'
 
 
 def alternate(messages: Iterable[Mapping[str, Any]], *, system: bool) -> list[dict[str, Any]]:
@@ -107,7 +106,15 @@ def alternate(messages: Iterable[Mapping[str, Any]], *, system: bool) -> list[di
         before = written[-1]["role"] if written else ""
         if role == "system" and not (system and before in ("", "system")):
             role = "user"
-        objects = [{**call, "function": {**call["function"], "arguments": _as_object(call)}} for call in calls]
+        objects = []
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str):
+                # Of a call that was cut off, the part that can be read.
+                with suppress(ValueError):
+                    arguments = from_json(arguments, allow_partial="trailing-strings")
+                arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+            objects.append({**call, "function": {**call["function"], "arguments": arguments}})
         added = {**message, "role": role, **({"tool_calls": objects} if objects else {})}
         if role == before != "tool":
             last = written[-1]
@@ -120,16 +127,6 @@ def alternate(messages: Iterable[Mapping[str, Any]], *, system: bool) -> list[di
             written.append({"role": "user", "content": ""})
         written.append(added)
     return written
-
-
-def _as_object(call: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call; of one that was cut off, the part that can be read."""
-    arguments = call["function"]["arguments"]
-    if not isinstance(arguments, str):
-        return arguments
-    with suppress(ValueError):
-        arguments = from_json(arguments, allow_partial="trailing-strings")
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def _results_message(results: list[str]) -> dict[str, Any]:

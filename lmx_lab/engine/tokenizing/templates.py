@@ -162,7 +162,15 @@ def write_chat(
     """
     # The same default as in mlx-lm: templates with optional reasoning get True.
     options.setdefault("enable_thinking", tokenizer.has_thinking)
-    if _is_written_in_python(tokenizer):
+    is_written_in_python = False
+    if tokenizer._tokenizer is not None:  # None for a GGUF file
+        # Slow to import: a second, unless the tokenizer has imported it already.
+        from mlx_lm.tokenizer_utils import PreTrainedTokenizerBase  # type: ignore[attr-defined]
+
+        own: Any = type(tokenizer._tokenizer).apply_chat_template
+        has_own = own is not PreTrainedTokenizerBase.apply_chat_template
+        is_written_in_python = tokenizer._chat_template is not None or has_own
+    if is_written_in_python:
         given = {**options, **({} if tools is None else {"tools": tools})}
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **given
@@ -174,33 +182,22 @@ def write_chat(
         template = str(tokenizer.get_chat_template(tools=tools))
     except ValueError as exc:
         raise TemplateRefusalError(str(exc)) from exc
+    written = []
+    for message in messages:
+        # Without fields that are None, and with the reasoning under both names that templates use.
+        given = {name: value for name, value in message.items() if value is not None}
+        names = [name for name in ("reasoning_content", "thinking", "reasoning") if name in given]
+        both = {"thinking": given[names[0]], **given, "reasoning_content": given[names[0]]} if names else given
+        written.append(both)
     variables = {
         **tokenizer.special_tokens_map,
         **options,
-        "messages": [_template_message(message) for message in messages],
+        "messages": written,
         "tools": tools,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
     return write_request(template, variables)
-
-
-def _is_written_in_python(tokenizer: Any) -> bool:
-    """Whether code of mlx-lm or transformers writes the prompt, and no template of the model."""
-    if tokenizer._tokenizer is None:  # a GGUF file
-        return False
-    # Slow to import: a second, unless the tokenizer has imported it already.
-    from mlx_lm.tokenizer_utils import PreTrainedTokenizerBase  # type: ignore[attr-defined]
-
-    own: Any = type(tokenizer._tokenizer).apply_chat_template
-    return tokenizer._chat_template is not None or own is not PreTrainedTokenizerBase.apply_chat_template
-
-
-def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop fields that are None, and pass the reasoning under both names that templates use."""
-    given = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((given[name] for name in ("reasoning_content", "thinking", "reasoning") if name in given), None)
-    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 async def try_template(template: str, path: Path, *, limit_s: float = 2.0, pool: SandboxPool | None = None) -> None:

@@ -60,7 +60,28 @@ def handle(request: bytes) -> bytes:
         _tokenizers[:] = [tokenizer]
         return b""
     try:
-        return _answer(header, data)
+        if "load" in header:
+            with keep_descriptor_limit():
+                from mlx_lm import tokenizer_utils  # slow to import, and needed for few models
+
+            started = time.process_time()
+            tokenizer_utils.load(Path(header["load"]))
+            return pack({"load_s": time.process_time() - started})
+        texts: list[Any] = []
+        start = 0
+        for size in header["sizes"]:
+            texts.append(str(data[start : start + size], "utf-8"))
+            start += size
+        if header["pairs"]:
+            texts = list(zip(texts[::2], texts[1::2], strict=True))
+        options = {name: header[name] for name in ("special", "keep", "truncation", "starts")}
+        lengths, seconds, numbers = [], [], array("I")
+        for encoded in encode(_tokenizers[0], texts, **options):
+            lengths.append(encoded.length)
+            seconds.append(encoded.second_start)
+            numbers.extend(encoded.ids)
+            numbers.extend(encoded.starts)
+        return pack({"lengths": lengths, "seconds": seconds}, numbers.tobytes())
     # Also panics of Rust, which are not subclasses of ``Exception``.
     except BaseException as exc:
         return pack({"error": f"{type(exc).__name__}: {exc}"[:500]})
@@ -85,32 +106,6 @@ def keep_descriptor_limit() -> Iterator[None]:
             yield
         finally:
             resource.setrlimit = set_limit
-
-
-def _answer(header: dict[str, Any], data: memoryview) -> bytes:
-    if "load" in header:
-        with keep_descriptor_limit():
-            from mlx_lm import tokenizer_utils  # slow to import, and needed for few models
-
-        started = time.process_time()
-        tokenizer_utils.load(Path(header["load"]))
-        return pack({"load_s": time.process_time() - started})
-    tokenizer = _tokenizers[0]
-    texts: list[Any] = []
-    start = 0
-    for size in header["sizes"]:
-        texts.append(str(data[start : start + size], "utf-8"))
-        start += size
-    if header["pairs"]:
-        texts = list(zip(texts[::2], texts[1::2], strict=True))
-    options = {name: header[name] for name in ("special", "keep", "truncation", "starts")}
-    lengths, seconds, numbers = [], [], array("I")
-    for encoded in encode(tokenizer, texts, **options):
-        lengths.append(encoded.length)
-        seconds.append(encoded.second_start)
-        numbers.extend(encoded.ids)
-        numbers.extend(encoded.starts)
-    return pack({"lengths": lengths, "seconds": seconds}, numbers.tobytes())
 
 
 class EncodedText(NamedTuple):
