@@ -251,28 +251,22 @@ def plan_load(
         longest = bisect_left(longer, True, key=partial(is_too_long, requests=requests))
         contexts.append(LargestContext(requests=requests, context_length=longest))
     layers = _layers(models, spec)
+    # The weights that are read for each token: one row of the embeddings, unless they are also the last layer, and of
+    # experts the part that is used.
+    used, experts = _value(header, "expert_used_count") or 0, _value(header, "expert_count") or 0
+    is_tied = all(tensor.name != "output.weight" for tensor in header.tensors)
+    read_bytes = 0.0
+    for tensor in header.tensors:
+        if is_tied or tensor.name != "token_embd.weight":
+            is_expert = "_exps." in tensor.name and experts > 0
+            read_bytes += tensor.size_bytes * (used / experts if is_expert else 1)
     return plan(
         kv_bytes_per_token=kv_bytes_per_token(layers),
         kv_constant_bytes=kv_constant_bytes(layers),
         needed_bytes=least_bytes(entry, models, spec),
         contexts=tuple(contexts),
-        read_bytes=_read_bytes(header),
+        read_bytes=round(read_bytes),
     )
-
-
-def _read_bytes(header: GgufHeader) -> int:
-    """Return the size of the weights that are read for each token: one row of the embeddings, unless they are also the
-    last layer, and of experts the part that is used.
-    """
-    used, experts = _value(header, "expert_used_count") or 0, _value(header, "expert_count") or 0
-    is_tied = all(tensor.name != "output.weight" for tensor in header.tensors)
-    count = 0.0
-    for tensor in header.tensors:
-        if tensor.name == "token_embd.weight" and not is_tied:
-            continue
-        is_expert = "_exps." in tensor.name and experts > 0
-        count += tensor.size_bytes * (used / experts if is_expert else 1)
-    return round(count)
 
 
 def _plan_for_decoder(entry: ModelEntry, header: GgufHeader, model_context: int, limit_bytes: int) -> ContextPlan:
@@ -346,30 +340,24 @@ def layer_caches(header: GgufHeader, dtype: KvCacheDtype | None = None) -> list[
         head_count = 1 if (found := heads[at]) is None else found
         recurrent = state_bytes > 0 and _is_recurrent(header, at, head_count)
         attends = head_count > 0 and at < shared_from and (not recurrent or header.architecture in BOTH_IN_EACH_LAYER)
-        window = _window(header, at)
+        window, (keys, values) = _window(header, at), _head_lengths(header)
+        if window is not None:
+            keys = _value(header, "attention.key_length_swa") or keys
+            values = _value(header, "attention.value_length_swa") or values
+        if _value(header, "attention.key_length_mla"):
+            # Latent attention: the compressed values are a part of the compressed keys.
+            values = 0
+        numbers = head_count * (keys + values) if attends else 0
         caches.append(
             LayerCache(
-                bytes_per_token=_token_bytes(header, head_count, dtype, windowed=window is not None) if attends else 0,
+                # A number in a cache that is not quantized is a float16.
+                bytes_per_token=numbers * 2 if dtype is None else numbers // BLOCK * BLOCK_BYTES[dtype],
                 # The window and one step, rounded up as each cache is.
                 window_tokens=None if window is None else _rounded_up(window + BATCH_TOKENS),
                 fixed_bytes=state_bytes if recurrent else 0,
             )
         )
     return caches
-
-
-def _token_bytes(header: GgufHeader, heads: int, dtype: KvCacheDtype | None, *, windowed: bool) -> int:
-    """Return the size of the keys and values of a token in one layer."""
-    keys, values = _head_lengths(header)
-    if windowed:
-        own = (_value(header, f"attention.{name}_length_swa") for name in ("key", "value"))
-        keys, values = (known or size for known, size in zip(own, (keys, values), strict=True))
-    if _value(header, "attention.key_length_mla"):
-        # Latent attention: the compressed values are a part of the compressed keys.
-        values = 0
-    numbers = heads * (keys + values)
-    # A number in a cache that is not quantized is a float16.
-    return numbers * 2 if dtype is None else numbers // BLOCK * BLOCK_BYTES[dtype]
 
 
 def _window(header: GgufHeader, at: int) -> int | None:
