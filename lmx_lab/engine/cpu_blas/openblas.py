@@ -252,7 +252,17 @@ class _Binding:
 
     def _apply(self, choice: str, threads: int | None) -> BlasReport:
         try:
-            slots = self._find_slots()
+            if sys.platform != "linux":
+                raise _NotBoundError("Accelerate, part of the system", name="system", level=logging.DEBUG)
+            if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+                raise _NotBoundError("the C library of this system is not glibc")
+            library = _mlx_library()
+            # The addresses of the slots of each function.
+            slots = elf.slots(library, FUNCTIONS, platform.machine())
+            if missing := set(FUNCTIONS) - set(slots):
+                raise _NotBoundError(f"this build of MLX does not call {', '.join(sorted(missing))}", name="system")
+            for function in FUNCTIONS if not self._originals else ():
+                _check_is_from_wheel(library, function, slots[function][0])
             if choice == "off":
                 self._restore()
                 return BlasReport(name="reference", detail="turned off; LMX_LAB_BLAS=auto turns it on", threads=1)
@@ -267,25 +277,6 @@ class _Binding:
         self._restore()
         log.log(level, "OpenBLAS is not used for MLX: %s", detail)
         return BlasReport(name=name, detail=detail, threads=1 if name == "reference" else None)
-
-    def _find_slots(self) -> dict[str, list[int]]:
-        """The slot addresses of each function in ``FUNCTIONS``.
-
-        Raises:
-            _NotBoundError: the system or this build of MLX is not supported, or MLX already uses another BLAS.
-        """
-        if sys.platform != "linux":
-            raise _NotBoundError("Accelerate, part of the system", name="system", level=logging.DEBUG)
-        if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
-            raise _NotBoundError("the C library of this system is not glibc")
-        library = _mlx_library()
-        slots = elf.slots(library, FUNCTIONS, platform.machine())
-        if missing := set(FUNCTIONS) - set(slots):
-            raise _NotBoundError(f"this build of MLX does not call {', '.join(sorted(missing))}", name="system")
-        if not self._originals:
-            for name in FUNCTIONS:
-                _check_is_from_wheel(library, name, slots[name][0])
-        return slots
 
     def _bind(self, slots: Mapping[str, list[int]], threads: int | None) -> BlasReport:
         count = threads or default_threads(os.environ)

@@ -153,7 +153,18 @@ class GrammarCompiler:
         """
         if (known := self.known_matchers(grammar, count)) is not None:
             return known
-        matcher = await self._pool.portal.call(self._compile(grammar, tools))
+
+        async def compile() -> LLMatcher:
+            async with self._turn(grammar):
+                if (matcher := self._compiled.get(grammar)) is None:
+                    enforced = await self._check(grammar, tools)
+                    matcher = await in_thread(
+                        lambda: compile_grammar(self._build(), with_json_rules(enforced)), name="lmx-lab-grammar"
+                    )
+                _put(self._compiled, grammar, matcher)
+                return matcher
+
+        matcher = await self._pool.portal.call(compile())
         return [matcher.deep_copy() for _ in range(count)]
 
     async def check(self, grammar: str, tools: ToolUse | None = None) -> str:
@@ -177,24 +188,12 @@ class GrammarCompiler:
     def _turn(self, grammar: str) -> asyncio.Lock:
         return self._turns.setdefault(grammar, asyncio.Lock())
 
-    async def _compile(self, grammar: str, tools: ToolUse | None) -> LLMatcher:
-        async with self._turn(grammar):
-            if (matcher := self._compiled.get(grammar)) is None:
-                enforced = await self._check(grammar, tools)
-                matcher = await in_thread(
-                    lambda: compile_grammar(self._build(), with_json_rules(enforced)), name="lmx-lab-grammar"
-                )
-            _put(self._compiled, grammar, matcher)
-            return matcher
-
     async def _check(self, grammar: str, tools: ToolUse | None) -> str:
         if (refused := self._refused.get(grammar)) is not None:
             raise InvalidRequestError(refused.message, param=refused.param)
-        enforced = self._checked.pop(grammar, None) or await self._check_in_sandbox(grammar, tools)
-        _put(self._checked, grammar, enforced)
-        return enforced
-
-    async def _check_in_sandbox(self, grammar: str, tools: ToolUse | None) -> str:
+        if (known := self._checked.pop(grammar, None)) is not None:
+            _put(self._checked, grammar, known)
+            return known
         whole = json.loads(grammar)
         parts = whole["grammars"][1:]
         left_s = LIMIT_S
@@ -204,7 +203,9 @@ class GrammarCompiler:
             reason, at, can_force, used_s = await self._find_problem([unforced, *map(as_grammar, parts)], left_s)
             left_s = max(0.0, left_s - used_s)
             if not reason:
-                return text if can_force and self._table().can_force else unforced
+                enforced = text if can_force and self._table().can_force else unforced
+                _put(self._checked, grammar, enforced)
+                return enforced
             # ``at`` is the index of the part that is invalid on its own, if there is one.
             what, param = ("the format of the answer", None) if at is None else ("this format", "response_format")
             call = re.fullmatch(r"call_(\d+)_arguments", parts[at]["name"]) if at is not None else None

@@ -120,22 +120,17 @@ class _Rules:
             before = kind
             if kind == "name":
                 self._used.setdefault(text, at)
-            yield kind, self._lark(kind, text, at)
+            match kind:
+                case "literal":
+                    yield kind, json.dumps("".join(self._characters(text[1:-1], at)), ensure_ascii=False)
+                case "characters":
+                    yield kind, f"/{self._character_class(text[1:-1], at)}/"
+                case _:
+                    yield kind, "/(?s:.)/" if kind == "any" else re.sub(r"\s+", "", text)
         if depth:
             raise ValueError(f"{self._place(began)}: a parenthesis of this rule is not closed")
         if before == "or":
             yield EMPTY
-
-    def _lark(self, kind: str, text: str, at: int) -> str:
-        match kind:
-            case "literal":
-                return json.dumps("".join(self._characters(text[1:-1], at)), ensure_ascii=False)
-            case "characters":
-                return f"/{self._character_class(text[1:-1], at)}/"
-            case "any":
-                return "/(?s:.)/"
-            case _:
-                return re.sub(r"\s+", "", text)
 
     def _character_class(self, text: str, at: int) -> str:
         negated = text.startswith("^")

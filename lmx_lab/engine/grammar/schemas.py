@@ -256,7 +256,16 @@ def close_objects(schema: Any) -> Any:
     )
     if is_combined:
         return schema
-    return _rewrite(schema, lambda part: {**part, "additionalProperties": False} if _can_be_closed(part) else part)
+
+    def close(part: dict[str, Any]) -> dict[str, Any]:
+        named, required = part.get("properties"), part.get("required", [])
+        if not isinstance(named, dict) or not isinstance(required, list) or any(key in part for key in OPEN_KEYS):
+            return part
+        # An object that needs other properties stays open.
+        is_whole = all(isinstance(name, str) and name in named for name in required)
+        return {**part, "additionalProperties": False} if is_whole else part
+
+    return _rewrite(schema, close)
 
 
 def _rewrite(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -464,14 +473,6 @@ def _overlap(patterns: Sequence[str]) -> bool:
     ) or any(
         other[1:].startswith(beginning) for beginning in beginnings for other in patterns if other[1:] != beginning
     )
-
-
-def _can_be_closed(schema: dict[str, Any]) -> bool:
-    """Whether objects of this schema need no properties except the named ones."""
-    named, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(named, dict) or any(key in schema for key in OPEN_KEYS):
-        return False
-    return isinstance(required, list) and all(isinstance(name, str) and name in named for name in required)
 
 
 def subschemas(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.requests import GenerationRequest
@@ -342,12 +342,30 @@ class AnswerReader:
         self.pieces += ids if len(ids) == tokens else [chunk["content"]]
         sent = () if self.gaps else ids
         self.sent_ids += len(sent)
-        entries = _entries(generation, chunk.get("completion_probabilities", ()))
-        # A special token has no text.
-        special = ids[0] if len(ids) == tokens == 1 and not text else None
-        yield from self._text(generation, text, now, tokens=tokens, entries=entries, ids=sent, special=special)
+        top = generation.request.top_logprobs
+        if generation.splitter.is_plain and not generation.start and top is None:
+            # It needs no processing, and is passed on unchanged.
+            if text or tokens:
+                generation.count_tokens(tokens, now)
+                yield Delta(text=text, tokens=tokens, ids=sent)
+        elif text or tokens:
+            probabilities = chunk.get("completion_probabilities", ()) if top is not None else ()
+            entries = [_logprob(entry, top or 0, generation.named_tokens) for entry in probabilities]
+            known = [*filter(None, [self._hidden]), *entries]
+            self._hidden = known.pop() if entries and not text and not entries[-1].bytes else None
+            for entry in known[:-1]:
+                # The text of tokens that form one character comes with the last of them.
+                yield generation.add("", now, entry=entry, count=0)
+            # A special token has no text.
+            token = ids[0] if len(ids) == tokens == 1 and not text else text
+            yield generation.add(token, now, entry=known[-1] if known else None, count=tokens, ids=sent)
         if chunk["stop"] and generation.finish is None:
-            yield from self._end(generation, "length" if chunk["stop_type"] == "limit" else "stop")
+            is_length = chunk["stop_type"] == "limit"
+            if self._hidden is not None:
+                # No stop strings are sent to llama.cpp, so the reason "stop" means that the model ended its text.
+                ending = replace(self._hidden, ends=not is_length)
+                yield generation.add("", 0.0, entry=ending, count=0)
+            yield generation.complete("length" if is_length else "stop")
 
     def _check(self, generation: LlamaGeneration, constraint: Constraint, chunk: Mapping[str, Any], tokens: int) -> str:
         """Check that the format of the answer allows the tokens of an event, and return their text.
@@ -392,39 +410,6 @@ class AnswerReader:
             at = gap.at
         return Delta(text="", tokens=0, ids=(*tokens, *self.tokens[at:]))
 
-    def _text(
-        self,
-        generation: LlamaGeneration,
-        text: str,
-        now: float,
-        *,
-        tokens: int,
-        entries: Sequence[TokenLogprob],
-        ids: tuple[int, ...],
-        special: int | None,
-    ) -> Iterator[Delta]:
-        if not (text or tokens):
-            return
-        if generation.splitter.is_plain and not generation.start and generation.request.top_logprobs is None:
-            # It needs no processing, and is passed on unchanged.
-            generation.count_tokens(tokens, now)
-            yield Delta(text=text, tokens=tokens, ids=ids)
-            return
-        known = [*filter(None, [self._hidden]), *entries]
-        self._hidden = known.pop() if entries and not text and not entries[-1].bytes else None
-        for entry in known[:-1]:
-            # The text of tokens that form one character comes with the last of them.
-            yield generation.add("", now, entry=entry, count=0)
-        token = text if special is None else special
-        yield generation.add(token, now, entry=known[-1] if known else None, count=tokens, ids=ids)
-
-    def _end(self, generation: LlamaGeneration, reason: Literal["stop", "length"]) -> Iterator[Delta]:
-        if self._hidden is not None:
-            # No stop strings are sent to llama.cpp, so the reason "stop" means that the model ended its text.
-            ending = replace(self._hidden, ends=reason != "length")
-            yield generation.add("", 0.0, entry=ending, count=0)
-        yield generation.complete(reason)
-
 
 LlamaGeneration = Generation[AnswerReader]
 
@@ -462,12 +447,6 @@ def set_decoding_at(generation: LlamaGeneration, now: float) -> None:
     else:
         forward_pass_s = (first_at - admitted_at) / (generation.computed_tokens + 1)
     generation.decoding_at = max(admitted_at, first_at - forward_pass_s)
-
-
-def _entries(generation: LlamaGeneration, entries: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
-    if (top := generation.request.top_logprobs) is None:
-        return []
-    return [_logprob(entry, top, generation.named_tokens) for entry in entries]
 
 
 def _logprob(entry: Mapping[str, Any], top: int = 0, named: Sequence[int] = ()) -> TokenLogprob:

@@ -297,7 +297,16 @@ class LlamaProcess:
         # Killed immediately, because it has nothing to save.
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        cancelled = await self._wait_for_end()
+        cancelled, loop = None, asyncio.get_running_loop()
+        # A read that hangs in the system delays even the end of a killed process.
+        until = loop.time() + END_S
+        while self._process.returncode is None and loop.time() < until:
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), until - loop.time())
+            except asyncio.CancelledError as exc:
+                # A cancelled load ends its process, and may be cancelled again when the loop is closed.
+                cancelled = exc
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._process.returncode is None:
             self._reading.cancel()
@@ -306,23 +315,6 @@ class LlamaProcess:
         await asyncio.gather(self._reading, self._watching, self._limiting, return_exceptions=True)
         if cancelled is not None:
             raise cancelled
-
-    async def _wait_for_end(self) -> asyncio.CancelledError | None:
-        """Wait until the killed process has ended, and return the cancellation that was requested in the meantime.
-
-        A cancelled load ends its process, and may be cancelled again when the loop is closed.
-        """
-        cancelled = None
-        loop = asyncio.get_running_loop()
-        # A read that hangs in the system delays even the end of a killed process.
-        until = loop.time() + END_S
-        while self._process.returncode is None and loop.time() < until:
-            try:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), until - loop.time())
-            except asyncio.CancelledError as exc:
-                cancelled = exc
-        return cancelled
 
     async def _watch(self) -> None:
         await self._process.wait()

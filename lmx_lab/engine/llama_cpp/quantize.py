@@ -87,7 +87,23 @@ def quantize(
                     f"{original.id} and its copy need {needed_bytes / 1e9:.1f} GB of memory to be compared, and "
                     f"{limit / 1e9:.1f} GB are allowed; use the original"
                 )
-            _make(settings, original, type_name, key, report)
+            original = with_marks(original)
+            with workspace(folder, key) as temp:
+                made = temp / "copy"
+                made.mkdir()
+                target = made / f"{original.path.stem}-{type_name}.gguf"
+                parameters = {
+                    "source": str(original.path.absolute()),
+                    "target": str(target),
+                    "type": type_name,
+                    "threads": settings.threads or default_threads(os.environ),
+                    "parent": os.getpid(),
+                }
+                copy = _run_worker(parameters, original, temp, report)
+                require_unchanged(original)
+                read_facts(target)
+                write_copy(made, key, original.path, copy)
+                publish(made, folder / key, temp)
     path = next(location.path for location in copy_locations(folder) if location.id == key)
     return next(entry for entry in catalog.find_formats(key) if entry.path == path)
 
@@ -118,30 +134,6 @@ def copy_bytes(header: GgufHeader, type_name: QuantizedType) -> int:
         math.ceil(math.prod(tensor.shape) * BYTES[type_after(tensor, type_name)]) for tensor in header.tensors
     )
     return weights + header.data_offset + 64 * len(header.tensors)
-
-
-def _make(
-    settings: Settings, original: ModelEntry, type_name: QuantizedType, key: str, report: ProgressCallback
-) -> None:
-    """Write and measure the copy, and publish it. The caller holds its lock."""
-    original = with_marks(original)
-    folder = settings.quantized_folder
-    with workspace(folder, key) as temp:
-        made = temp / "copy"
-        made.mkdir()
-        target = made / f"{original.path.stem}-{type_name}.gguf"
-        parameters = {
-            "source": str(original.path.absolute()),
-            "target": str(target),
-            "type": type_name,
-            "threads": settings.threads or default_threads(os.environ),
-            "parent": os.getpid(),
-        }
-        copy = _run_worker(parameters, original, temp, report)
-        require_unchanged(original)
-        read_facts(target)
-        write_copy(made, key, original.path, copy)
-        publish(made, folder / key, temp)
 
 
 def _run_worker(

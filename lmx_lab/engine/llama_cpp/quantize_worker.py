@@ -25,7 +25,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lmx_lab.engine.llama_cpp.native import BLOCKS, TYPE_NUMBERS, Bytes, Floats, Ggml, Model
+from lmx_lab.engine.llama_cpp.native import BLOCKS, TYPE_NUMBERS, Bytes, Ggml, Model
 from lmx_lab.engine.sandbox_worker import exit_with_parent
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import QuantizedCopy, QuantizedType
@@ -140,8 +140,14 @@ def measure(header: GgufHeader, target: Path, type_name: QuantizedType, ggml: Gg
         if position % CHUNK_TOKENS == 0:
             for model in (original, copy):
                 model.compute(tokens[position : position + CHUNK_TOKENS], position, outputs=True)
-        # Logarithms of the next token's probabilities.
-        expected, found = (_log_softmax(model.logits(position % CHUNK_TOKENS)) for model in (original, copy))
+        logarithms: list[Doubles] = []
+        for model in (original, copy):
+            # Of the next token's probabilities.
+            values = model.logits(position % CHUNK_TOKENS).astype(np.float64)
+            values -= values.max()
+            values -= math.log(float(np.exp(values).sum()))
+            logarithms.append(values)
+        expected, found = logarithms
         _report("verify", header.size_bytes * (position + 1) // len(tokens), header.size_bytes)
         divergences.append(float(np.sum(np.exp(expected) * (expected - found))))
         if position + 1 < len(tokens):
@@ -162,13 +168,6 @@ def measure(header: GgufHeader, target: Path, type_name: QuantizedType, ggml: Gg
         batch_speed=batch,
         decode_speed=decode,
     )
-
-
-def _log_softmax(logits: Floats) -> Doubles:
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max()
-    shifted -= math.log(float(np.exp(shifted).sum()))
-    return shifted
 
 
 def _speeds(original: Model, copy: Model) -> list[float]:

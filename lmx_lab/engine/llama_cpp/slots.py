@@ -157,8 +157,18 @@ class LlamaSlots:
             # The generation has ended, or the loop of its reader was closed.
             self.answers.cancel(generation)
             raise
+        except LabError as exc:
+            end = exc
+        except RefusedError as exc:
+            if exc.kind == "exceed_context_size_error":
+                end = ContextLengthError(f"prompt is too long: {exc.message}; shorten it")
+            elif exc.status == 400:
+                end = InvalidRequestError(f"llama.cpp refuses this request: {exc.message}")
+            else:
+                end = EngineError(f"the generation failed inside llama.cpp: {exc.message}")
         except Exception as exc:
-            end = _as_lab_error(exc, self._tokenizer.entry.id)
+            log.exception("a generation of %s failed", self._tokenizer.entry.id)
+            end = EngineError(f"the generation failed: {type(exc).__name__}: {exc}")
         if end is not None:
             self.answers.end(generation, end)
             self.update()
@@ -345,17 +355,3 @@ class LlamaSlots:
             requests=len(running),
             kv_bytes=cached_tokens * self._plan.token_bytes,
         )
-
-
-def _as_lab_error(failure: BaseException, model: str) -> LabError:
-    match failure:
-        case LabError():
-            return failure
-        case RefusedError(kind="exceed_context_size_error"):
-            return ContextLengthError(f"prompt is too long: {failure.message}; shorten it")
-        case RefusedError(status=400):
-            return InvalidRequestError(f"llama.cpp refuses this request: {failure.message}")
-        case RefusedError():
-            return EngineError(f"the generation failed inside llama.cpp: {failure.message}")
-    log.error("a generation of %s failed", model, exc_info=failure)
-    return EngineError(f"the generation failed: {type(failure).__name__}: {failure}")

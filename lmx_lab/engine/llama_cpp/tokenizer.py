@@ -321,33 +321,25 @@ class GgufTokenizer:
         if has_headers:
             named_parts = (("open", "response"), ("close", "response"), ("close", "message"))
             self.structural_markers = [f"<|{kind}|>{name}<|sep|>" for kind, name in named_parts]
-        reasoning = self._reasoning_markers(has_headers=has_headers)
-        self.has_thinking = reasoning is not None
-        self.think_start, self.think_end = reasoning or ("", "")
-        parser = self._call_parser(has_headers=has_headers)
-        self.has_tool_calling = parser is not None
+        markers = [pair for pair in REASONING_TOKENS if set(pair) <= self._ids.keys()]
+        if {"<|channel>", "<channel|>"} <= self._ids.keys():
+            markers.append(("<|channel>thought", "<channel|>"))
+        if has_headers:
+            markers.append(("<|open|>think<|sep|>", "<|close|>think<|sep|>"))
+        self.has_thinking = bool(markers)
+        self.think_start, self.think_end = markers[0] if markers else ("", "")
+        parsers = [name for name, parts in CALL_PARSERS if all(part in self.chat_template for part in parts)]
+        if has_headers:
+            parsers.append("kimi_k3")
+        if {"<|tool_call_start|>", "<|tool_call_end|>"} <= self._ids.keys():
+            parsers.append("pythonic")
+        self.has_tool_calling = bool(parsers)
         self.tool_parser: Callable[[str, Any], Any] | None = None
         self.tool_call_start = self.tool_call_end = ""
-        if parser is not None:
-            module = _import_parser(parser)
+        if parsers:
+            module = _import_parser(parsers[0])
             self.tool_parser = module.parse_tool_call
             self.tool_call_start, self.tool_call_end = module.tool_call_start, module.tool_call_end
-
-    def _reasoning_markers(self, *, has_headers: bool) -> tuple[str, str] | None:
-        for pair in REASONING_TOKENS:
-            if set(pair) <= self._ids.keys():
-                return pair
-        if {"<|channel>", "<channel|>"} <= self._ids.keys():
-            return "<|channel>thought", "<channel|>"
-        return ("<|open|>think<|sep|>", "<|close|>think<|sep|>") if has_headers else None
-
-    def _call_parser(self, *, has_headers: bool) -> str | None:
-        for name, parts in CALL_PARSERS:
-            if all(part in self.chat_template for part in parts):
-                return name
-        if has_headers:
-            return "kimi_k3"
-        return "pythonic" if {"<|tool_call_start|>", "<|tool_call_end|>"} <= self._ids.keys() else None
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
