@@ -362,12 +362,8 @@ class Answers(Generic[Row]):
         generation.finish = generation.start_finish
         if generation.finish is None:
             return False
-        self.finish(generation, now)
-        return True
-
-    def finish(self, generation: Generation[Row], now: float) -> None:
-        """End a complete answer with its report."""
         self.end(generation, generation.failure or generation.report(now))
+        return True
 
     def end(self, generation: Generation[Row], end: GenerationReport | LabError | None) -> None:
         """End a generation, free its slot, and post its end. No other method does so. Ignored if the generation has

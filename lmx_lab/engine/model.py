@@ -16,9 +16,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from lmx_lab.engine.memory import Budget
 from lmx_lab.engine.requests import (
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Row = TypeVar("Row")
+Prepare: TypeAlias = "Callable[[Tokenizer[Row]], Awaitable[list[Generation[Row]]]]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,15 +335,17 @@ class LoadedModel(ABC, Generic[Row]):
             LabError: as ``ModelManager.generate``.
         """
         tokenizer, answers = self._chat()
+        # Imported here, because llguidance is slow to import, and encoders do not need it.
+        from lmx_lab.engine.preparer import prepare
+
         async with self._accepting(permits[0], request.timeout_s) as (arrived_at, timeout_s):
-            generations = await self._prepare(
-                tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
+            prepared = partial(
+                prepare, request=request, permits=permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
             )
+            generations = await self._prepare(prepared, tokenizer, request, permits)
         # Opened first: if the caller is cancelled from now on, the answers are dropped, which cancels the generations.
-        opened, origin = (
-            answers.open(generations),
-            Origin(entry=self.entry, spec=self.spec, fingerprint=self.fingerprint_of(generations[0])),
-        )
+        opened = answers.open(generations)
+        origin = Origin(entry=self.entry, spec=self.spec, fingerprint=self.fingerprint_of(generations[0]))
         for answer in opened:
             answer.origin = origin
         await self._add(generations)
@@ -353,19 +357,13 @@ class LoadedModel(ABC, Generic[Row]):
 
     async def _prepare(
         self,
+        prepare: Prepare[Row],
         tokenizer: Tokenizer[Row],
         request: GenerationRequest,
         permits: Sequence[Permit],
-        *,
-        reader: asyncio.AbstractEventLoop,
-        arrived_at: float,
-        timeout_s: float,
     ) -> list[Generation[Row]]:
-        """Return a generation for each permit; see ``preparer.prepare``."""
-        # Imported here, because llguidance is slow to import, and encoders do not need it.
-        from lmx_lab.engine.preparer import prepare
-
-        return await prepare(tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s)
+        """Return a generation for each permit, which ``prepare`` makes with a tokenizer; see ``preparer.prepare``."""
+        return await prepare(tokenizer)
 
     async def _add(self, generations: Sequence[Generation[Row]]) -> None:
         """Queue the answers to one request."""

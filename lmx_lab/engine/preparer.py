@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from llguidance import LLMatcher
 
@@ -32,9 +32,6 @@ from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.timeline import StepLog
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.tokenizer_files import InfillTokens
-
-if TYPE_CHECKING:
-    from lmx_lab.engine.grammar.mask import Constraint
 
 log = logging.getLogger(__name__)
 Row = TypeVar("Row")
@@ -153,9 +150,21 @@ async def prepare(
     if (grammar := chat_format.grammar(request, thinking)) is not None:
         matchers, own = await tokenizer.enforce(request, grammar, len(permits))
     channel_format = chat_format.channel_format(request, thinking)
+    markers, bytes_of = chat_format.reasoning_markers, tokenizer.bytes_of
+    reasoning_tokens = request.thinking_budget if thinking != "closed" else None
     left = min(request.max_tokens - len(start), (limit or 2**31) - len(prompt))
     generations = []
     for choice, permit in enumerate(permits):
+        matcher, constraint = matchers[choice], None
+        if matcher is not None or reasoning_tokens is not None:
+            # Imported here, because numpy takes 30 ms to import, and most answers have no format.
+            from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
+
+            budget = None
+            if reasoning_tokens is not None and markers is not None and bytes_of is not None:
+                end, is_open = chat_format.reasoning_end, thinking == "open"
+                budget = ThinkingBudget(reasoning_tokens, markers=markers, end=end, open=is_open, bytes_of=bytes_of)
+            constraint = Constraint(matcher, budget) if matcher is not None or budget is not None else None
         generation = Generation(
             request=request,
             model=entry.id,
@@ -166,7 +175,7 @@ async def prepare(
             choice=choice,
             named_tokens=tuple(named),
             grammar=own,
-            constraint=_constraint(tokenizer, request, thinking, matchers[choice]),
+            constraint=constraint,
             splitter=TextSplitter(tokenizer.decode, request.stop, channel_format, min_tokens=request.min_tokens),
             mailbox=Mailbox(reader, StepLog(arrived_at)),
             permit=permit,
@@ -178,24 +187,6 @@ async def prepare(
             await tokenizer.begin(generation)
         generations.append(generation)
     return generations
-
-
-def _constraint(
-    tokenizer: Tokenizer[Row], request: GenerationRequest, thinking: ReasoningState, matcher: LLMatcher | None
-) -> Constraint | None:
-    """Return what restricts the tokens of an answer: its grammar, and the budget of its reasoning."""
-    markers, bytes_of = tokenizer.chat_format.reasoning_markers, tokenizer.bytes_of
-    limit = request.thinking_budget if thinking != "closed" else None
-    if matcher is None and limit is None:
-        return None
-    # Imported here, because numpy takes 30 ms to import, and most answers have no format.
-    from lmx_lab.engine.grammar.mask import Constraint, ThinkingBudget
-
-    budget = None
-    if limit is not None and markers is not None and bytes_of is not None:
-        end, is_open = tokenizer.chat_format.reasoning_end, thinking == "open"
-        budget = ThinkingBudget(limit, markers=markers, end=end, open=is_open, bytes_of=bytes_of)
-    return Constraint(matcher, budget) if matcher is not None or budget is not None else None
 
 
 async def encode_prompt(tokenizer: Tokenizer[Row], request: GenerationRequest) -> tuple[list[int], ReasoningState]:

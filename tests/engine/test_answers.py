@@ -78,7 +78,7 @@ async def test_only_the_first_end_counts():
     computed.answers.update(101.0)
     generation.add("a", 102.0)
     generation.complete("length")
-    computed.answers.finish(generation, 103.0)
+    computed.answers.end(generation, generation.report(103.0))
     computed.answers.end(generation, EngineError("late"))
     computed.answers.cancel(generation)
     report = await computed.end_of(generation)

@@ -29,8 +29,8 @@ from lmx_lab.engine.echo.model import (
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, Script, ScriptAnswer, read_script
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.memory import total_bytes
-from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
-from lmx_lab.engine.preparer import Tokenizer, ends_answer, prepare
+from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel, Prepare
+from lmx_lab.engine.preparer import Tokenizer, ends_answer
 from lmx_lab.engine.requests import (
     SHARED,
     ChatPrompt,
@@ -268,7 +268,7 @@ class EchoRounds:
                 answers.end(generation, EngineError(f"the generation failed: {type(exc).__name__}: {exc}"))
             else:
                 if generation.finish is not None:
-                    answers.finish(generation, time.perf_counter())
+                    answers.end(generation, generation.failure or generation.report(time.perf_counter()))
         answers.deliver()
         if self._timer is not None:
             self._timer.cancel()
@@ -424,13 +424,10 @@ class EchoLoaded(LoadedModel[EchoRow]):
 
     async def _prepare(
         self,
+        prepare: Prepare[EchoRow],
         tokenizer: Tokenizer[EchoRow],
         request: GenerationRequest,
         permits: Sequence[Permit],
-        *,
-        reader: asyncio.AbstractEventLoop,
-        arrived_at: float,
-        timeout_s: float,
     ) -> list[Generation[EchoRow]]:
         """See ``LoadedModel``. The answer is taken from the script first, and put back if the request is refused."""
         script = self._script.take()
@@ -438,14 +435,7 @@ class EchoLoaded(LoadedModel[EchoRow]):
             await asyncio.sleep(script.delay_s)
             raise script.failure()
         try:
-            generations = await prepare(
-                replace(self._echo_tokenizer, script=script),
-                request,
-                permits,
-                reader=reader,
-                arrived_at=arrived_at,
-                timeout_s=timeout_s,
-            )
+            generations = await prepare(replace(self._echo_tokenizer, script=script))
             permits[0].check()
             self.check()
         except BaseException:

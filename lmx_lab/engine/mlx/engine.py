@@ -29,7 +29,7 @@ from lmx_lab.engine.mlx.thread import LoadThread, MlxThread
 from lmx_lab.engine.mlx.tokenizer import MlxTokenizer
 from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.mlx.weights import Cancellation
-from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
+from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel, Prepare
 from lmx_lab.engine.preparer import Tokenizer, encode_prompt, token_of
 from lmx_lab.engine.requests import GenerationRequest, Prompt, TraceRequest
 from lmx_lab.engine.scheduler import Permit, deadline
@@ -169,21 +169,16 @@ class MlxChat(MlxModel):
             return  # the thread has ended all requests
 
     async def _prepare(
+        prepare: Prepare[MlxRow],
         self,
         tokenizer: Tokenizer[MlxRow],
         request: GenerationRequest,
         permits: Sequence[Permit],
-        *,
-        reader: asyncio.AbstractEventLoop,
-        arrived_at: float,
-        timeout_s: float,
     ) -> list[MlxGeneration]:
         if any(each.weights for each in request.steer):
             digest = await in_thread(lambda: known_content_digest(self.entry))
             check_steered_weights(request.steer, self.entry, digest)
-        generations = await super()._prepare(
-            tokenizer, request, permits, reader=reader, arrived_at=arrived_at, timeout_s=timeout_s
-        )
+        generations = await prepare(tokenizer)
         if request.prediction:
             # A prediction that is too long is ignored, because the request can be answered without it.
             with suppress(ContextLengthError, QueueFullError):

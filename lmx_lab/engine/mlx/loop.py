@@ -405,7 +405,7 @@ class GenerationLoop:
                     if generation.finish is None and reason is not None:
                         self.answers.post(generation, generation.complete(reason, logprob if hidden else None))
                     if generation.finish is not None:
-                        self.answers.finish(generation, now)
+                        self.answers.end(generation, generation.report(now))
         except LabError as exc:
             self.answers.end(generation, exc)
         except Exception as exc:
