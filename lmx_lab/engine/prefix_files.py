@@ -23,6 +23,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -35,7 +36,7 @@ from lmx_lab.engine.requests import SHARED
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights.files import open_regular
+from lmx_lab.weights.files import open_regular, start_in_thread
 from lmx_lab.weights.fingerprint import content_digest, marks_digest, require_unchanged
 from lmx_lab.weights.safetensors_header import DTYPE_BITS
 
@@ -118,6 +119,9 @@ class PrefixFiles:
         self._limit_bytes = limit_bytes
         self._reserve_bytes = reserve_bytes
         self._key = ""
+        self.opening: Future[None] | None = None
+        """The work of ``start``."""
+        self._open_until = 0.0
         self.is_open = False
         """Whether the files have been listed. Stays False if the folder cannot be used."""
         self._stored: Mapping[str, StoredPrefix] = {}
@@ -140,6 +144,17 @@ class PrefixFiles:
         )
 
     # Index
+
+    def start(self, entry: ModelEntry, arithmetic: Sequence[str]) -> None:
+        """Call ``open`` on another thread."""
+        self._open_until = time.perf_counter() + OPEN_S
+        self.opening = start_in_thread(lambda: self.open(entry, arithmetic), name="lmx-lab-prefix-index")
+
+    @property
+    def wait_s(self) -> float:
+        """How long a request should wait until ``opening`` has listed the files; 0 if it has."""
+        is_done = self.opening is None or self.opening.done()
+        return 0.0 if is_done else max(0.0, self._open_until - time.perf_counter())
 
     def open(self, entry: ModelEntry, arithmetic: Sequence[str]) -> None:
         """List the files of a model. A folder that cannot be used is reported once, and no files are listed.
@@ -273,7 +288,7 @@ class PrefixFiles:
     # Reading
 
     def read(self, stored: StoredPrefix) -> Mapping[str, memoryview]:
-        """Return the bytes of the tensors of a file, and count this as a use.
+        """Return the bytes of the tensors of a file.
 
         Raises:
             DamagedFileError: the file has changed, or is not readable.
@@ -293,6 +308,21 @@ class PrefixFiles:
         spans = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
         tensors = {name: whole[header_end + start : header_end + end] for name, (start, end) in spans.items()}
         self._prefix_of(name, header, bytes(tensors["tokens"]))
+        return tensors
+
+    def load(self, files: Sequence[StoredPrefix]) -> list[Mapping[str, memoryview]]:
+        """Return the tensors of the files of a state, and count this as a use. Return nothing if one of them cannot be
+        read: it is then rejected.
+        """
+        tensors = []
+        for stored in files:
+            try:
+                tensors.append(self.read(stored))
+            # An unexpected error, such as too little memory, must not end the requests of the engine.
+            except Exception as exc:
+                self.reject(stored, exc)
+                return []
+        self.touch(files)
         return tensors
 
     def touch(self, files: Sequence[StoredPrefix]) -> None:

@@ -491,9 +491,9 @@ def _open_slot_files(tokenizer: LlamaTokenizer, fields: Mapping[str, Any], setti
         return None
     versions = [f"{package} {version(package)}" for package in ("lmx-lab", PACKAGE)]
     arithmetic = [*versions, *(f"{name} {fields.get(name)}" for name in ARITHMETIC)]
-    opening = asyncio.create_task(in_thread(functools.partial(files.open, tokenizer.entry, arithmetic)))
+    files.start(tokenizer.entry, arithmetic)
     trims = can_be_trimmed(tokenizer.header)
-    return SlotFiles(files, tokenizer.connection, tokenizer.process.folder, opening, trims=trims)
+    return SlotFiles(files, tokenizer.connection, tokenizer.process.folder, trims=trims)
 
 
 def _common_params(

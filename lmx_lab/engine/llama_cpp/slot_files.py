@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,6 @@ from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.prefix_files import (
     CLOSE_S,
     MIN_GAIN_TOKENS,
-    OPEN_S,
-    DamagedFileError,
     PrefixFiles,
     StoredPrefix,
     TensorSpec,
@@ -55,24 +52,13 @@ class SlotFiles:
 
     Args:
         folder: The private folder of the process.
-        opening: The work that lists the files.
     """
 
-    def __init__(
-        self,
-        files: PrefixFiles,
-        connection: LlamaConnection,
-        folder: Path,
-        opening: asyncio.Future[None],
-        *,
-        trims: bool,
-    ) -> None:
+    def __init__(self, files: PrefixFiles, connection: LlamaConnection, folder: Path, *, trims: bool) -> None:
         self._files = files
         self._connection = connection
         self._folder = folder
         self._trims = trims
-        self._opening = opening
-        self._open_until = time.perf_counter() + OPEN_S
         self._waiting: dict[Slot, LlamaGeneration] = {}
         """The slots to save, and the answers that have filled them."""
         self._saving: asyncio.Task[None] | None = None
@@ -85,17 +71,28 @@ class SlotFiles:
             known: Number of tokens of the prompt that the slot begins with.
         """
         tokens = np.asarray(answer.prompt, dtype=np.int32)
-        if not self._opening.done():
-            await asyncio.wait([self._opening], timeout=max(0.0, self._open_until - time.perf_counter()))
+        if (left_s := self._files.wait_s) and self._files.opening is not None:
+            await asyncio.wait([asyncio.wrap_future(self._files.opening)], timeout=left_s)
         stored, saved = self._files.best(tokens, answer.request.scope)
         if stored is None or saved - known < MIN_GAIN_TOKENS:
             return 0
+        # A unique name, because the thread of a cancelled request may still write its file.
+        path = self._folder / f"restored-{secrets.token_hex(4)}.bin"
         # One at a time, to limit the memory of files that were read.
         async with self._restoring:
             try:
-                await self._restore(stored, slot)
+                tensors = await in_thread(lambda: self._files.load([stored]))
+                if not tensors:
+                    return 0
+                try:
+                    await in_thread(lambda: path.write_bytes(tensors[0]["state"]))
+                    slot.scope = None
+                    await self._connection.post(f"/slots/{slot.id}?action=restore", {"filename": path.name})
+                    slot.scope = stored.scope
+                finally:
+                    await in_thread(lambda: path.unlink(missing_ok=True))
                 return saved
-            except (DamagedFileError, RefusedError) as exc:
+            except RefusedError as exc:
                 self._files.reject(stored, exc)
             except OSError as exc:
                 log.warning("%s cannot be written: %s; the prompt is computed again", self._folder, exc.strerror)
@@ -103,19 +100,6 @@ class SlotFiles:
                 # The process has ended. The request itself reports that.
                 pass
             return 0
-
-    async def _restore(self, stored: StoredPrefix, slot: Slot) -> None:
-        # A unique name, because the thread of a cancelled request may still write its file.
-        path = self._folder / f"restored-{secrets.token_hex(4)}.bin"
-        state = (await in_thread(lambda: self._files.read(stored)))["state"]
-        try:
-            await in_thread(lambda: path.write_bytes(state))
-            slot.scope = None
-            await self._connection.post(f"/slots/{slot.id}?action=restore", {"filename": path.name})
-            slot.scope = stored.scope
-        finally:
-            await in_thread(lambda: path.unlink(missing_ok=True))
-        await in_thread(lambda: self._files.touch([stored]))
 
     @property
     def written_bytes(self) -> int:
@@ -133,8 +117,23 @@ class SlotFiles:
     async def save_now(self, slot: Slot) -> None:
         """Save a slot before another request takes it, if that was not done yet."""
         async with slot.lock:
-            if (answer := self._waiting.pop(slot, None)) is not None:
-                await self._save(answer, slot)
+            if (answer := self._waiting.pop(slot, None)) is None:
+                return
+            prompt: Tokens = np.asarray(answer.prompt, dtype=np.int32)
+            length, scope = len(prompt) + answer.output_tokens - 1, answer.request.scope
+            if length - self._files.best(prompt, scope)[1] < MIN_GAIN_TOKENS:
+                return
+            # The next file of the slot overwrites one that llama.cpp writes after SAVE_S has passed.
+            path = self._folder / f"saved-{slot.id}.bin"
+            try:
+                async with asyncio.timeout(SAVE_S):
+                    saved = await self._connection.post(f"/slots/{slot.id}?action=save", {"filename": path.name})
+                await in_thread(lambda: self._keep(path, prompt, scope, int(saved["n_saved"])))
+            except (RefusedError, EngineError, OSError, TimeoutError) as exc:
+                log.debug("a slot was not saved: %s", exc)
+            finally:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     async def stop(self) -> None:
         """Continue to save the waiting slots for ``CLOSE_S`` at most, and stop."""
@@ -143,28 +142,10 @@ class SlotFiles:
             self._saving.cancel()
             await asyncio.gather(self._saving, return_exceptions=True)
         self._waiting.clear()
-        self._opening.cancel()
 
     async def _save_all(self) -> None:
         while self._waiting:
             await self.save_now(next(iter(self._waiting)))
-
-    async def _save(self, answer: LlamaGeneration, slot: Slot) -> None:
-        prompt: Tokens = np.asarray(answer.prompt, dtype=np.int32)
-        length, scope = len(prompt) + answer.output_tokens - 1, answer.request.scope
-        if length - self._files.best(prompt, scope)[1] < MIN_GAIN_TOKENS:
-            return
-        # The next file of the slot overwrites one that llama.cpp writes after SAVE_S has passed.
-        path = self._folder / f"saved-{slot.id}.bin"
-        try:
-            async with asyncio.timeout(SAVE_S):
-                saved = await self._connection.post(f"/slots/{slot.id}?action=save", {"filename": path.name})
-            await in_thread(lambda: self._keep(path, prompt, scope, int(saved["n_saved"])))
-        except (RefusedError, EngineError, OSError, TimeoutError) as exc:
-            log.debug("a slot was not saved: %s", exc)
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
 
     def _keep(self, path: Path, prompt: Tokens, scope: str, count: int) -> None:
         """Write a saved slot to a file of the cache. Runs on another thread."""

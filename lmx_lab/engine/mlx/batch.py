@@ -9,17 +9,15 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, StopSequences
+from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.cpu_blas import ThreadChoice
 from lmx_lab.engine.mlx import memory
-from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes, PrefixRead
 from lmx_lab.engine.mlx.kv_cache import Footprint, KvState
-from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.prefill import PrefillPace
-from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, PrefixCache
+from lmx_lab.engine.mlx.prefix_cache import MIN_TOKENS, DiskPrefixes, PrefixCache, PrefixRead
 from lmx_lab.engine.mlx.sampling import (
     ConstrainedSampler,
     MinimumLength,
@@ -33,6 +31,7 @@ from lmx_lab.engine.mlx.sampling import (
 )
 from lmx_lab.engine.mlx.speculative import Drafter, DraftModel, ModelDrafter, PromptLookup, SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
+from lmx_lab.engine.mlx.weights import ChatWeights
 from lmx_lab.engine.prefix_files import Tokens, common_prefix
 from lmx_lab.engine.requests import SHARED
 from lmx_lab.values.outputs import PromptScores, TokenLogprob
@@ -379,7 +378,23 @@ class Batch:
         progress, tokens = self._generator.next() if self._generations else ([], [])
         now = time.perf_counter()
         self.note_peak(memory.take_peak_bytes())
-        computed = [self._chunk_computed(response, now) for response in progress]
+        computed = []
+        for response in progress:
+            generation = self._generations[response.uid]
+            row, (done, total) = generation.row, response.progress
+            chunk_tokens = row.uncomputed_tokens - (total - done)
+            row.uncomputed_tokens -= chunk_tokens
+            if not generation.output_tokens:
+                generation.computed_tokens += chunk_tokens
+            if response.end_of_prompt:
+                row.is_decoding = True
+                generation.decoding_at = generation.decoding_at or now
+            elif done == total - 1 and (row.is_waited_for or not self._model.traits.plain):
+                # All tokens but the last one: an equal prompt, which needs one token to compute, can use this cache
+                # even if caches of the model cannot be trimmed.
+                layers, tokens_of_layers = self._generator.extract_cache([response.uid])[response.uid]
+                self._store_prefix(layers, tokens_of_layers, generation)
+            computed.append(ChunkComputed(generation, chunk_tokens, done=response.end_of_prompt))
         prompt_tokens = scored_tokens + sum(event.tokens for event in computed)
         self._pace.record(now - started, prompt_tokens=prompt_tokens, decoding=decoding)
         for response in tokens:
@@ -456,24 +471,6 @@ class Batch:
         """Record the peak memory of a step for the requests that ran in it."""
         for generation in self._generations.values():
             generation.peak_memory_bytes = max(generation.peak_memory_bytes, peak)
-
-    def _chunk_computed(self, progress: PromptProcessingBatch.Response, now: float) -> ChunkComputed:
-        generation = self._generations[progress.uid]
-        row = generation.row
-        done, total = progress.progress
-        tokens = row.uncomputed_tokens - (total - done)
-        row.uncomputed_tokens -= tokens
-        if not generation.output_tokens:
-            generation.computed_tokens += tokens
-        if progress.end_of_prompt:
-            row.is_decoding = True
-            generation.decoding_at = generation.decoding_at or now
-        elif done == total - 1 and (row.is_waited_for or not self._model.traits.plain):
-            # All tokens but the last one: an equal prompt, which needs one token to compute, can use this cache even if
-            # caches of the model cannot be trimmed.
-            layers, tokens_of_layers = self._generator.extract_cache([progress.uid])[progress.uid]
-            self._store_prefix(layers, tokens_of_layers, generation)
-        return ChunkComputed(generation, tokens, done=progress.end_of_prompt)
 
     def logprob(self, event: TokenGenerated) -> TokenLogprob | None:
         """Return the log-probability of a token; None if its request does not need it."""

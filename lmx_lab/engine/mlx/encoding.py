@@ -23,7 +23,7 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.jobs import Job, JobQueue
 from lmx_lab.engine.mlx.loop import Room
 from lmx_lab.engine.texts import TextJob, TextTokens
-from lmx_lab.errors import ContextLengthError, EngineError, QueueFullError
+from lmx_lab.errors import EngineError, QueueFullError
 from lmx_lab.values.outputs import Vectors
 
 log = logging.getLogger(__name__)
@@ -204,18 +204,11 @@ class EncodingLoop(JobQueue[EncodeJob, Vectors]):
             return None
         longest = first.left[-1][0]
         for rows in (max(1, part_tokens // longest) * len(self._streams), 1):
-            needed = encoder.batch_bytes(rows, longest)
-            if (excess := self._room.used_bytes + needed - self._room.limit_bytes) > 0:
-                self._room.free(excess)
-            if (used := self._room.used_bytes) + needed <= (limit := self._room.limit_bytes):
+            if (shortage := self._room.shortage(encoder.batch_bytes(rows, longest), tokens=longest)) is None:
                 break
         else:
-            if not may_wait:
-                message = (
-                    f"a text of {longest} tokens needs {needed / 1e9:.2f} GB in addition to the {used / 1e9:.2f} GB in "
-                    f"use, and {limit / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
-                )
-                self.end_all([first], ContextLengthError(message))
+            if shortage is not None and not may_wait:
+                self.end_all([first], shortage)
             return None
         members: list[tuple[EncodeJob, int]] = []
         for job in [first, *(job for job in self._jobs if job is not first)]:

@@ -23,15 +23,14 @@ from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
 from lmx_lab.engine.mlx.encoding import EncodeJob
 from lmx_lab.engine.mlx.load import check_room, load_chat, plan_load
 from lmx_lab.engine.mlx.loop import GenerationLoop
-from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.steering import RequestSteering
 from lmx_lab.engine.mlx.thread import LoadThread, MlxThread
 from lmx_lab.engine.mlx.tokenizer import MlxTokenizer
 from lmx_lab.engine.mlx.tracing import TraceJob
-from lmx_lab.engine.mlx.weights import Cancellation
+from lmx_lab.engine.mlx.weights import Cancellation, ChatWeights
 from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel, Prepare
 from lmx_lab.engine.preparer import Tokenizer, encode_prompt, token_of
-from lmx_lab.engine.requests import GenerationRequest, Prompt, TraceRequest
+from lmx_lab.engine.requests import GenerationRequest, TraceRequest
 from lmx_lab.engine.scheduler import Permit, deadline
 from lmx_lab.engine.texts import TextJob, TextTokens
 from lmx_lab.engine.tokenizing.encoder import SHORT_CHARACTERS
@@ -169,8 +168,8 @@ class MlxChat(MlxModel):
             return  # the thread has ended all requests
 
     async def _prepare(
-        prepare: Prepare[MlxRow],
         self,
+        prepare: Prepare[MlxRow],
         tokenizer: Tokenizer[MlxRow],
         request: GenerationRequest,
         permits: Sequence[Permit],
@@ -210,10 +209,14 @@ class MlxChat(MlxModel):
     async def trace(self, request: TraceRequest, permit: Permit) -> asyncio.Task[Trace]:
         tokenizer, _ = self._chat()
         async with self._accepting(permit, request.timeout_s) as (arrived_at, timeout_s):
-            tokens, clean = [
-                [] if prompt is None else await self._trace_tokens(tokenizer, prompt)
-                for prompt in (request.prompt, request.clean)
-            ]
+            texts: list[list[int]] = [[], []]
+            for at, prompt in enumerate((request.prompt, request.clean)):
+                if prompt is not None:
+                    part = GenerationRequest(prompt=prompt, max_tokens=0)
+                    check_tokens(part, self.entry, tokenizer.vocabulary_size)
+                    texts[at], _ = await encode_prompt(tokenizer, part)
+                    check_length(part, texts[at], self.entry, tokenizer.context_length)
+            tokens, clean = texts
             chosen = []
             for param in ("token", "answer", "other"):
                 if (named := getattr(request.work, param, None)) is not None:
@@ -227,13 +230,6 @@ class MlxChat(MlxModel):
                 return await self._thread.compute(self._thread.tracing, job)
 
         return self._jobs.start(work(), permit, is_started=lambda: job.started_at > 0, is_encoding=False)
-
-    async def _trace_tokens(self, tokenizer: Tokenizer[MlxRow], prompt: Prompt) -> list[int]:
-        request = GenerationRequest(prompt=prompt, max_tokens=0)
-        check_tokens(request, self.entry, tokenizer.vocabulary_size)
-        tokens, _ = await encode_prompt(tokenizer, request)
-        check_length(request, tokens, self.entry, tokenizer.context_length)
-        return tokens
 
 
 class MlxEncoder(MlxModel):

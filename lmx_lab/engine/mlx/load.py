@@ -17,9 +17,8 @@ from lmx_lab.engine import memory as machine
 from lmx_lab.engine.encoders import encoder_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Traits, describe, try_batches
-from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.tokenizer import MlxTokenizer
-from lmx_lab.engine.mlx.weights import checked_classes, fit_weights, read_bytes, read_weights
+from lmx_lab.engine.mlx.weights import ChatWeights, checked_classes, fit_weights, read_bytes, read_weights
 from lmx_lab.engine.text.chat_format_detection import detect_chat_format
 from lmx_lab.engine.tokenizing.encoder import is_panic
 from lmx_lab.engine.tokenizing.loading import SandboxedTokenizer, build_encoder, without_word_cache

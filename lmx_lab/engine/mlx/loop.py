@@ -17,12 +17,12 @@ from lmx_lab.engine.encoders import LoadedEncoder
 from lmx_lab.engine.memory import Budget, prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, MlxGeneration, MlxRow, PromptScored, TokenGenerated
-from lmx_lab.engine.mlx.disk_prefixes import DiskPrefixes
-from lmx_lab.engine.mlx.model import ChatWeights
+from lmx_lab.engine.mlx.prefix_cache import DiskPrefixes
 from lmx_lab.engine.mlx.sampling import Samplers
+from lmx_lab.engine.mlx.weights import ChatWeights
 from lmx_lab.engine.prefix_files import PrefixFiles
 from lmx_lab.engine.scheduler import Turns, Verdict
-from lmx_lab.errors import EngineError, LabError, OutOfMemoryError
+from lmx_lab.errors import ContextLengthError, EngineError, LabError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import BlasReport
 from lmx_lab.values.outputs import PromptProgress
@@ -110,6 +110,19 @@ class Room:
             memory.release()
         if excess_bytes > 0:
             self.evict(excess_bytes)
+
+    def shortage(self, needed_bytes: int, *, tokens: int) -> ContextLengthError | None:
+        """Free memory for a text beside the answers, if it is short; return the error of the text if that is not
+        enough, and None if there is enough.
+        """
+        if (excess := self.used_bytes + needed_bytes - self.limit_bytes) > 0:
+            self.free(excess)
+        if (used := self.used_bytes) + needed_bytes <= (limit := self.limit_bytes):
+            return None
+        return ContextLengthError(
+            f"a text of {tokens} tokens needs {needed_bytes / 1e9:.2f} GB in addition to the {used / 1e9:.2f} GB in "
+            f"use, and {limit / 1e9:.2f} GB are allowed; shorten it, or raise memory_limit_bytes"
+        )
 
     def return_freed(self) -> int:
         """Clear MLX's cache, and at most once a second also return memory that the C library keeps for reuse.

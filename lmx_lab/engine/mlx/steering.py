@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
 from lmx_lab.engine.mlx.capture.points import RESID_POST, HookPoints
-from lmx_lab.engine.mlx.model import ChatWeights
+from lmx_lab.engine.mlx.weights import ChatWeights
 from lmx_lab.engine.validation import check_steering
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector, read_components
@@ -136,23 +137,25 @@ class BatchSteering:
 
     def _functions(self, rows: Sequence[RequestSteering | None]) -> Mapping[HookPoint, HookFunction]:
         """Return the function of each steered layer."""
-        layers = sorted({layer for row in rows if row is not None for layer in row.vectors})
-        return {self._model.hook_points.point(point_name(layer)): _adder(layer, rows) for layer in layers}
+        functions: dict[HookPoint, HookFunction] = {}
+        for layer in sorted({layer for row in rows if row is not None for layer in row.vectors}):
+            vectors = [None if row is None else row.vectors.get(layer) for row in rows]
+            added = np.zeros((len(rows), 1, max(len(each) for each in vectors if each is not None)), dtype=np.float32)
+            for at, vector in enumerate(vectors):
+                if vector is not None:
+                    added[at, 0] = vector
+            point = self._model.hook_points.point(point_name(layer))
+            functions[point] = partial(_add, mx.array(added))
+        return functions
+
+
+def _add(added: mx.array, residual: mx.array) -> mx.array:
+    return residual + added.astype(residual.dtype)
 
 
 def point_name(layer: int) -> str:
     """Return the name of the hook point at which a vector is added."""
     return f"blocks.{layer}.{RESID_POST}"
-
-
-def _adder(layer: int, rows: Sequence[RequestSteering | None]) -> HookFunction:
-    width = next(len(row.vectors[layer]) for row in rows if row is not None and layer in row.vectors)
-    added = np.zeros((len(rows), 1, width), dtype=np.float32)
-    for at, row in enumerate(rows):
-        if row is not None and layer in row.vectors:
-            added[at, 0] = row.vectors[layer]
-    array = mx.array(added)
-    return lambda residual: residual + array.astype(residual.dtype)
 
 
 class SteerablePrompts(PromptProcessingBatch):

@@ -14,8 +14,8 @@ from lmx_lab.engine.mlx.capture.patching import compute_patching
 from lmx_lab.engine.mlx.capture.points import HookPoints
 from lmx_lab.engine.mlx.jobs import Job, JobQueue
 from lmx_lab.engine.mlx.loop import Room
-from lmx_lab.engine.mlx.model import ChatWeights
-from lmx_lab.errors import ContextLengthError, EngineError
+from lmx_lab.engine.mlx.weights import ChatWeights
+from lmx_lab.errors import EngineError
 from lmx_lab.values.tracing import Activations, Attribution, LogitLens, Patching, Trace, TraceWork
 
 FIRST_TOKENS = 8
@@ -94,16 +94,10 @@ class TraceLoop(JobQueue[TraceJob, Trace]):
             raise EngineError(f"{job.model.entry.id} was unloaded before this request ended")
         needed = model.traits.footprint.running_bytes([len(job.tokens)], chunk=memory.MAX_CHUNK_TOKENS)
         needed -= model.traits.footprint.weights_bytes
-        if (excess := self._room.used_bytes + needed - self._room.limit_bytes) > 0:
-            self._room.free(excess)
-            if (used_bytes := self._room.used_bytes) + needed > (limit := self._room.limit_bytes):
-                if may_wait:
-                    return False
-                raise ContextLengthError(
-                    f"a text of {len(job.tokens)} tokens needs {needed / 1e9:.2f} GB in addition to the "
-                    f"{used_bytes / 1e9:.2f} GB in use, and {limit / 1e9:.2f} GB are allowed; "
-                    "shorten it, or raise memory_limit_bytes"
-                )
+        if (shortage := self._room.shortage(needed, tokens=len(job.tokens))) is not None:
+            if may_wait:
+                return False
+            raise shortage
         job.started_at = job.started_at or time.perf_counter()
         if may_wait:
             # Its tokens may take longer than those of earlier jobs.

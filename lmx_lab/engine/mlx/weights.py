@@ -1,4 +1,4 @@
-"""Choose the type of weights in memory, check quantized weights, and expand them. Runs on the engine thread.
+"""Hold the weights of a chat model, choose their type in memory, check quantized weights, and expand them.
 
 On a CPU, MLX multiplies quantized weights with simple code on one thread and emulates float16; float32 uses the BLAS
 library.
@@ -10,6 +10,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +21,11 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import _get_classes, dequantize_model
 
 from lmx_lab.engine import memory
-from lmx_lab.engine.mlx.kv_cache import number_of
+from lmx_lab.engine.mlx.capture.points import HookPoints, find_parts, find_points
+from lmx_lab.engine.mlx.kv_cache import Traits, number_of
+from lmx_lab.engine.text.vocabulary import Vocabulary
 from lmx_lab.errors import NotLoadedError
+from lmx_lab.values.models import ModelEntry
 
 log = logging.getLogger(__name__)
 EXPANDED_SHARE = 0.6
@@ -177,3 +183,34 @@ def checked(model_class: Any) -> Any:
             return sanitized
 
     return Checked
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChatWeights:
+    """A chat model in memory. Used on the engine thread only."""
+
+    entry: ModelEntry
+    model: Any
+    traits: Traits
+    """Those of the model, with the sizes of both models if there is a draft model."""
+    draft: tuple[Any, int] | None
+    """The draft model, and the number of tokens that both models know; None if there is none."""
+    vocabulary: Vocabulary
+    ends: frozenset[int]
+    """The tokens that end any answer."""
+
+    @cached_property
+    def hook_points(self) -> HookPoints:
+        """The places in the model at which values can be read and replaced. The first use computes a few tokens.
+
+        Raises:
+            InvalidRequestError: the values of its blocks have no names.
+        """
+        return find_points(find_parts(self.model, self.entry.id), self.entry.id)
+
+    def arithmetic(self) -> list[str]:
+        """Return the properties, in addition to the model's files, that the values in KV caches depend on."""
+        parameters: Any = tree_flatten(self.model.parameters())
+        weights = sorted(f"{name} {value.dtype} {value.shape}" for name, value in parameters)
+        versions = [f"{package} {version(package)}" for package in ("lmx-lab", "mlx", "mlx-lm")]
+        return [*versions, str(mx.default_device()), *weights]

@@ -13,9 +13,9 @@ from mlx_lm.generate import BatchGenerator
 
 from lmx_lab.engine import Caller, Sampling, TokenPrompt
 from lmx_lab.engine.mlx.capture.points import find_parts, find_points
-from lmx_lab.engine.mlx.model import ChatWeights
 from lmx_lab.engine.mlx.speculative import SpeculativeBatch
 from lmx_lab.engine.mlx.steering import BatchSteering, RequestSteering
+from lmx_lab.engine.mlx.weights import ChatWeights
 from lmx_lab.engine.scheduler import Turns
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings

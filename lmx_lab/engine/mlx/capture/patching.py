@@ -233,15 +233,24 @@ class _Sweep:
             if cell.replaces and positions:
                 rows_at.setdefault(_point(self._found, cell.name), []).append(row)
         offsets = mx.array([position - at for position in positions])
-        functions: dict[HookPoint, HookFunction] = {
-            point: partial(
+        functions: dict[HookPoint, HookFunction] = {}
+        for point, rows in rows_at.items():
+            replacing = [cells[row] for row in rows]
+            # Values of shape (positions, width).
+            values = []
+            for cell in replacing:
+                value = self._clean[cell.name][mx.array(positions)]
+                if cell.name.endswith(RESID_MID):
+                    value = value - self._stream[cell.block][mx.array(positions)]
+                elif cell.head is not None:
+                    value = value[:, cell.head]
+                values.append(value)
+            functions[point] = partial(
                 _change,
-                self._found.sizes[cells[rows[0]].name][0] if cells[rows[0]].head is not None else 1,
-                (mx.array(rows)[:, None], offsets[None], mx.array([cells[row].head or 0 for row in rows])[:, None]),
-                mx.stack([self._new_value(cells[row], positions) for row in rows]),
+                self._found.sizes[replacing[0].name][0] if replacing[0].head is not None else 1,
+                (mx.array(rows)[:, None], offsets[None], mx.array([cell.head or 0 for cell in replacing])[:, None]),
+                mx.stack(values),
             )
-            for point, rows in rows_at.items()
-        }
         groups: dict[tuple[int, bool], list[int]] = {}
         for row, cell in enumerate(cells if self._restarts else ()):
             groups.setdefault((cell.block, cell.joins_after), []).append(row)
@@ -255,13 +264,6 @@ class _Sweep:
                 change=functions.get(point),
             )
         return functions
-
-    def _new_value(self, cell: _Cell, positions: list[int]) -> mx.array:
-        """Return the value that replaces that of the text, of shape (positions, width)."""
-        value = self._clean[cell.name][mx.array(positions)]
-        if cell.name.endswith(RESID_MID):
-            return value - self._stream[cell.block][mx.array(positions)]
-        return value if cell.head is None else value[:, cell.head]
 
     def _run(
         self,
