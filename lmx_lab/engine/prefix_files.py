@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,16 +178,7 @@ class PrefixFiles:
 
         If several files save as many, the one with the fewest tokens in its parents is returned.
         """
-        best, most = None, 0
-        for stored in self._stored.values():
-            if stored.scope not in (scope, SHARED):
-                continue
-            shared = min(common_prefix(stored.tokens, prompt), len(prompt) - 1)
-            if shared < len(stored.tokens) and not stored.can_be_trimmed:
-                continue
-            if shared > most or (shared == most and best is not None and stored.start < best.start):
-                best, most = stored, shared
-        return best, most
+        return best_prefix(sorted(self._stored.values(), key=lambda stored: stored.start), prompt, scope)
 
     def has(self, tokens: Tokens, scope: str = "") -> bool:
         """Whether a file of this scope has the state after exactly these tokens."""
@@ -479,6 +470,37 @@ def _parse_header(data: bytes | memoryview, size: int) -> tuple[int, dict[str, A
 
 def _reason(exc: Exception) -> str:
     return getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
+
+
+class Prefix(Protocol):
+    """A stored state, in memory or in a file."""
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+    @property
+    def scope(self) -> str: ...
+
+    @property
+    def can_be_trimmed(self) -> bool:
+        """See ``StoredPrefix``."""
+
+
+P = TypeVar("P", bound=Prefix)
+
+
+def best_prefix(stored: Iterable[P], prompt: Tokens, scope: str) -> tuple[P | None, int]:
+    """Return the first state that saves the most tokens of a prompt, and their number. Only states of this scope, and
+    shared ones, are considered.
+    """
+    best, most = None, 0
+    for each in stored:
+        if each.scope in (scope, SHARED):
+            # At least one token must be computed, to have logits to sample from.
+            shared = min(common_prefix(each.tokens, prompt), len(prompt) - 1)
+            if shared > most and (each.can_be_trimmed or shared == len(each.tokens)):
+                best, most = each, shared
+    return best, most
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -41,9 +41,9 @@ from lmx_lab.engine.prefix_files import (
     StoredPrefix,
     TensorSpec,
     Tokens,
+    best_prefix,
     common_prefix,
 )
-from lmx_lab.engine.requests import SHARED
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import start_in_thread
 
@@ -81,6 +81,10 @@ class Entry:
     used_at: float
     """When it was last used (``time.perf_counter``)."""
 
+    @property
+    def can_be_trimmed(self) -> bool:
+        return self.state.can_be_trimmed
+
 
 class PrefixCache:
     """Stores states of at most ``limit_bytes``. The least recently used one is dropped first.
@@ -105,30 +109,22 @@ class PrefixCache:
 
     def find(self, prompt: Tokens, variant: str = "", *, scope: str = "") -> CacheHit | None:
         """Return the state of the longest stored prefix of a prompt, and count this as a use; None if there is none."""
-        at, length = self._best(prompt, variant, scope)
-        if at is None:
+        entry, length = self._best(prompt, variant, scope)
+        if entry is None:
             return None
-        entry = self._use(at)
+        self._use(entry)
         unused = len(entry.tokens) - length
         return CacheHit(length, entry.state.trimmed(unused) if unused else entry.state)
 
-    def _use(self, at: int) -> Entry:
-        entry = self._entries.pop(at)
+    def _use(self, entry: Entry) -> None:
         entry.used_at = time.perf_counter()
+        self._entries.remove(entry)
         self._entries.append(entry)
-        return entry
 
-    def _best(self, prompt: Tokens, variant: str, scope: str) -> tuple[int | None, int]:
-        best, length = None, 0
-        for at, entry in enumerate(self._entries):
-            if entry.variant != variant or entry.scope not in (scope, SHARED):
-                continue
-            # At least one token must be computed, to have logits to sample from.
-            shared = min(common_prefix(entry.tokens, prompt), len(prompt) - 1)
-            is_whole = shared == len(entry.tokens)
-            if shared > max(length, MIN_TOKENS - 1) and (is_whole or entry.state.can_be_trimmed):
-                best, length = at, shared
-        return best, length
+    def _best(self, prompt: Tokens, variant: str, scope: str) -> tuple[Entry | None, int]:
+        same = (entry for entry in self._entries if entry.variant == variant)
+        entry, length = best_prefix(same, prompt, scope)
+        return (entry, length) if length >= MIN_TOKENS else (None, 0)
 
     def store(self, tokens: Sequence[int] | Tokens, state: KvState, variant: str = "", *, scope: str = "") -> bool:
         """Store the state after these tokens, unless a stored one covers it. Drops a state that the new one covers.
@@ -138,16 +134,16 @@ class PrefixCache:
         key = np.asarray(tokens, dtype=np.int32)
         if len(key) < MIN_TOKENS or state.nbytes > self.limit_bytes:
             return False
-        for at, other in enumerate(self._entries):
+        for other in self._entries:
             if (other.variant, other.scope) != (variant, scope):
                 continue
             shared = common_prefix(other.tokens, key)
             if shared == len(key) and (other.state.can_be_trimmed or len(other.tokens) == len(key)):
-                self._use(at)
+                self._use(other)
                 return False
             if shared == len(other.tokens) and state.can_be_trimmed:
                 # The state of a session grows with each turn. Another prefix of it is dropped by a later turn.
-                self._drop(at)
+                self._drop(other)
                 break
         self._entries.append(Entry(key, state, variant, scope, time.perf_counter()))
         self.nbytes += state.nbytes
@@ -166,10 +162,11 @@ class PrefixCache:
 
     def drop_oldest(self) -> None:
         """Drop the least recently used state; there must be one."""
-        self._drop(0)
+        self._drop(self._entries[0])
 
-    def _drop(self, at: int) -> None:
-        self.nbytes -= self._entries.pop(at).state.nbytes
+    def _drop(self, entry: Entry) -> None:
+        self._entries.remove(entry)
+        self.nbytes -= entry.state.nbytes
 
 
 # On disk
