@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from lmx_lab.engine.cpu_blas import ThreadChoice
+from lmx_lab.engine.memory import Budget
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.encoding import BUSY_PART_TOKENS, MIN_LENGTH_RATIO, ON_CPU, PART_TOKENS, EncodeJob, EncodingLoop
+from lmx_lab.engine.mlx.loop import Room
 from lmx_lab.engine.texts import TextTokens
 from lmx_lab.errors import ContextLengthError, EngineError, LabError, QueueFullError
 from lmx_lab.values.engine import BlasReport
@@ -51,20 +53,21 @@ class FakeEncoder:
         return rows * length * self.bytes_per_token
 
 
-class FakeRoom:
-    def __init__(self, limit_bytes):
-        self.limit_bytes = limit_bytes
-        self.freed = []
-        self.free, self.note_peak = self.freed.append, lambda _: None
+class WatchedRoom(Room):
+    """The memory of a device, without answers; it records how many bytes were to be freed."""
 
-    @property
-    def used_bytes(self):
-        return memory.used_bytes()
+    def __init__(self, limit_bytes):
+        super().__init__(Budget(None), limit_bytes, {})
+        self.freed = []
+
+    def free(self, excess_bytes):
+        self.freed.append(excess_bytes)
+        super().free(excess_bytes)
 
 
 def create_loop(*, threads=1, limit_bytes=2**40, **changes):
     report = BlasReport(name="openblas", detail="", threads=threads, threads_fixed=False)
-    return EncodingLoop(ThreadChoice(report), FakeRoom(limit_bytes), **changes)
+    return EncodingLoop(ThreadChoice(report), WatchedRoom(limit_bytes), **changes)
 
 
 def job(encoder, lengths, *, first=0, **changes):
