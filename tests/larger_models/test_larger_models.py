@@ -33,6 +33,8 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+ROUNDING = 0.15
+"""Largest difference of a log-probability: llama.cpp computes texts of other lengths with other kernels."""
 FACT = "The code of the blue door is 7351. "
 FILLER = "The garden has roses, and nobody has counted them since the spring. "
 
@@ -140,8 +142,9 @@ def test_the_memory_of_weights_and_cache_is_as_planned(qwen):
 
 
 def test_a_base_model_continues_a_text(gemma):
-    answer = post(gemma, "/v1/completions", prompt="The capital of France is", max_tokens=4)
-    assert "Paris" in answer["choices"][0]["text"]
+    text = "Paris is the capital of France. Madrid is the capital of Spain. Rome is the capital of"
+    answer = post(gemma, "/v1/completions", prompt=text, max_tokens=2)
+    assert answer["choices"][0]["text"].startswith(" Italy")
 
 
 def test_texts_of_many_languages_are_the_same_after_tokens(gemma):
@@ -173,4 +176,4 @@ def test_a_score_does_not_depend_on_the_text_after_it(gemma):
     longer = post(gemma, "/v1/completions", **{**body, "prompt": body["prompt"] + " and Rome"})["choices"][0][
         "logprobs"
     ]
-    assert longer["token_logprobs"][1 : len(scores)] == pytest.approx(scores[1:], abs=0.05)
+    assert longer["token_logprobs"][1 : len(scores)] == pytest.approx(scores[1:], abs=ROUNDING)
