@@ -496,27 +496,6 @@ def _name(key: str, architecture: MODEL_ARCH) -> str:
     return name
 
 
-_TOOLS = """\
-{%- if tools -%}
-<|im_start|>system
-# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{"name": <function-name>, "arguments": <args-json-object>}
-</tool_call><|im_end|>
-{% endif -%}
-"""
-
 _TURNS = """\
 {%- for message in messages -%}
 {%- if message.role == "tool" -%}
@@ -543,18 +522,6 @@ _TURNS = """\
 {%- endfor -%}
 """
 
-TOOLS_TEMPLATE = f"""\
-{_TOOLS}{_TURNS}
-{{%- if add_generation_prompt -%}}
-<|im_start|>assistant
-{{% if enable_thinking is defined and not enable_thinking -%}}
-<think>
-
-</think>
-
-{{% endif -%}}
-{{%- endif -%}}"""
-"""Like Qwen3 and Hermes: calls are JSON between ``<tool_call>`` tags; reasoning is optional and can be disabled."""
 
 THINKS_FIRST_TEMPLATE = f"""\
 {_TURNS}
