@@ -2,12 +2,10 @@
 
 import json
 
-import httpx2
 import pytest
 
-from tests.support.labs import serving
+from tests.support.asking import HELLO
 
-HELLO = [{"role": "user", "content": "hello"}]
 WEATHER = {
     "type": "function",
     "function": {
@@ -15,12 +13,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo") as lab, httpx2.Client(base_url=lab.url) as client:
-        yield client
 
 
 def ask(http, **fields):

@@ -22,12 +22,6 @@ def lab(echo_home):
         yield lab
 
 
-@pytest.fixture
-def http(lab):
-    with httpx2.Client(base_url=lab.url, timeout=CHAT_WAIT_S) as client:
-        yield client
-
-
 def ask(http, text, headers=None, **fields):
     body = {"prompt": text, "max_tokens": 1, "temperature": 0, **fields}
     answer = http.post("/v1/completions", json=body, headers=headers)

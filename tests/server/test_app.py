@@ -3,33 +3,16 @@
 import json
 import socket
 
-import httpx2
 import pytest
 from websockets.sync.client import connect
 
 from lmx_lab.server.app import similar_paths
 from tests.support.asking import echo_body
-from tests.support.labs import serving
 
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("home"), "echo") as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def http(lab):
-    with httpx2.Client(base_url=lab.url) as http:
-        yield http
-
-
-CHAT = ["/chat/completions", "/openai/v1/chat/completions", "/openai/chat/completions", "/v1/v1/chat/completions"]
-CHAT += [
-    "/openai/deployments/echo/chat/completions?api-version=2024-10-21",
-    "/v1/chat/completions/",
-    "//v1//chat/completions",
-    "/api/v1/chat/completions",
+CHAT = [
+    *("/chat/completions", "/openai/v1/chat/completions", "/openai/chat/completions", "/v1/v1/chat/completions"),
+    *("/openai/deployments/echo/chat/completions?api-version=2024-10-21", "/v1/chat/completions/"),
+    *("//v1//chat/completions", "/api/v1/chat/completions"),
 ]
 
 

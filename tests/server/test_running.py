@@ -3,7 +3,6 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx2
 import pytest
 
 from lmx_lab.engine import Caller
@@ -22,12 +21,6 @@ BODY = echo_body(**ENDLESS)
 def lab(echo_home):
     with serving(echo_home, "echo", slots=1, echo_tokens_per_s=PACE) as lab:
         yield lab
-
-
-@pytest.fixture
-def http(lab):
-    with httpx2.Client(base_url=lab.url, timeout=60) as http:
-        yield http
 
 
 def listed(http, headers=None):
