@@ -81,12 +81,6 @@ def test_without_tools_or_with_the_choice_none_no_tools_are_used(changes):
     assert use(**changes) is None
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
-def test_parallel_tool_calls_can_be_disabled(given, expected):
-    found = use(tools=[function()], parallel_tool_calls=given)
-    assert found.parallel is expected
-
-
 def test_a_forced_call_ignores_the_format():
     fields = {"tools": [function()], "response_format": {"type": "json_object"}}
     assert generation_request(chat(**fields)).answer_format is not None
@@ -192,11 +186,6 @@ def test_the_first_of_several_tools_with_one_name_counts_and_hosted_tools_are_ig
     request = chat(tools=tools)
     assert [tool.description for tool in use(tools=tools).tools] == ["first"]
     assert list(request.ignored()) == ["tools.web_search", "tools.look"]
-
-
-@pytest.mark.parametrize("name", ["mcp.server/look:up", "a" * 128])
-def test_names_of_tools_of_mcp_servers_are_not_changed(name):
-    assert use(tools=[function(name)], tool_choice=function(name)).only == name
 
 
 # --- calls in a history
