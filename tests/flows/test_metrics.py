@@ -30,15 +30,6 @@ def test_a_refused_request_is_counted_with_its_code_and_without_its_model_name(f
     assert "no-such-model" not in fresh_http.get("/metrics").text
 
 
-def test_openmetrics_is_used_if_the_client_accepts_it(http):
-    response = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
-    assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
-    assert response.text.endswith("# EOF\n")
-    # A header that is no valid text is ignored.
-    invalid = "application/openmetrics-text;version=é".encode()
-    assert http.get("/metrics", headers=[(b"accept", invalid)]).headers["content-type"].startswith("text/plain")
-
-
 def test_a_shortage_of_memory_is_reported_while_it_lasts(echo_home, monkeypatch):
     reasons = [None]
     monkeypatch.setattr(memory, "pressure_reason", lambda **_: reasons[-1])

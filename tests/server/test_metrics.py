@@ -12,23 +12,12 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.server.metrics import BUCKETS_S, Metrics
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import COUNTERS, EngineSnapshot, TokenTotals
-from lmx_lab.values.outputs import GenerationReport
+from tests.support.asking import report
 from tests.support.models import TINY_ENTRY, in_memory
 from tests.support.samples import request_end
 
 ODD = replace(TINY_ENTRY, id='odd "name"\n')
-REPORT = GenerationReport(
-    model="tiny",
-    finish_reason="stop",
-    prompt_tokens=10,
-    cached_tokens=4,
-    output_tokens=5,
-    queue_s=0.002,
-    prefill_s=0.1,
-    ttft_s=0.2,
-    decode_s=0.5,
-    peak_memory_bytes=1,
-)
+REPORT = replace(report(cached=4, decode_s=0.5), queue_s=0.002)
 
 
 @dataclass
@@ -154,8 +143,7 @@ def test_histograms_contain_the_times_of_complete_answers():
 
 def test_an_answer_without_tokens_has_no_time_per_token():
     metrics = metrics_of(FakeManager())
-    scored = GenerationReport(**{**vars(REPORT), "output_tokens": 0, "finish_reason": "length"})
-    metrics.observe(end("length", report=scored))
+    metrics.observe(end("length", report=replace(REPORT, output_tokens=0, finish_reason="length")))
     assert value(metrics, "time_per_output_token_seconds_count") == 0
     assert value(metrics, "request_seconds_count") == 1
 
