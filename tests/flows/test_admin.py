@@ -10,7 +10,6 @@ import httpx2
 import pytest
 
 from tests.support.asking import CHAT, ENDLESS, chat_body, echo_body, refused
-from tests.support.gguf import gguf_bytes
 from tests.support.labs import events_of, serving
 from tests.support.models import write_tiny_llama
 
@@ -36,11 +35,6 @@ def test_readiness_follows_the_model(fresh_http):
     assert "load" in error["message"]
     assert load(fresh_http, "echo").status_code == 200
     assert fresh_http.get("/readyz").status_code == 200
-
-
-def test_an_unload_without_a_model_succeeds(fresh_http):
-    fresh_http.post("/admin/models/unload")
-    assert fresh_http.post("/admin/models/unload").json() == {"success": True, "freed_vram_gb": 0.0}
 
 
 @pytest.mark.slow
@@ -147,61 +141,19 @@ def test_a_load_may_choose_the_engine_which_must_run_the_models_format(http, ech
     assert http.get("/readyz").json()["model"] == "echo"
 
 
-def truncated(folder, home):
-    shutil.copytree(home / "models" / "other", folder, dirs_exist_ok=True)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    return folder
-
-
-def file_with(folder, content):
-    (folder / "qwen2.gguf").write_bytes(content)
-    return folder / "qwen2.gguf"
-
-
-ADAPTER = gguf_bytes({"general.type": "adapter"}, {})
-UNUSABLE = {
-    "an unknown id": (lambda folder, home: "unheard-of", 404, "unheard-of"),
-    "a folder that does not exist": (lambda folder, home: "/no/such/folder", 404, "/no/such/folder"),
-    "a relative folder": (lambda folder, home: "../no/such/folder", 404, "../no/such/folder"),
-    "a hub id that cannot be downloaded": (lambda folder, home: "nobody/nothing", 404, "nobody/nothing"),
-    "a folder without a model": (lambda folder, home: folder, 400, "config.json"),
-    "truncated weights": (truncated, 400, "model.safetensors"),
-    "no GGUF file": (lambda folder, home: file_with(folder, b"GGUF"), 400, "qwen2.gguf is not a GGUF file"),
-    "a part of a model": (lambda folder, home: file_with(folder, ADAPTER), 400, "an adapter"),
-}
-"""Functions that return a name, and the status and a part of its error."""
-
-
-@pytest.mark.parametrize("what", UNUSABLE)
-def test_after_the_error_of_a_load_the_loaded_model_still_answers(http, echo_home, tmp_path, monkeypatch, what):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make, status, part = UNUSABLE[what]
-    response = load(http, str(make(tmp_path, echo_home)))
-    error = refused(response, status, "model-not-found" if status == 404 else "invalid-request")
-    assert part in error["message"]
-    assert http.post(CHAT, json=echo_body()).status_code == 200
-
-
-def test_an_architecture_that_mlx_lm_does_not_support_is_refused(fresh_tiny_http, tiny_home, tmp_path):
+def test_after_the_error_of_a_load_the_loaded_model_still_answers(fresh_tiny_http, tiny_home, tmp_path):
     folder = shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "new")
     config = json.loads((folder / "config.json").read_text())
     new = {**config, "model_type": "from_the_future", "architectures": ["FutureForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(new))
-    error = refused(load(fresh_tiny_http, str(folder)), 400, "invalid-request")
-    assert "from_the_future" in error["message"]
-    # The loaded model still answers.
-    assert fresh_tiny_http.get("/readyz").json()["model"] == "tiny"
-    assert fresh_tiny_http.post(CHAT, json=chat_body()).status_code == 200
-
-
-def test_a_full_disk_is_507_before_the_first_byte(tmp_path):
-    home = tmp_path / "home"
-    with serving(home, None, disk_reserve_bytes=10**18) as lab, httpx2.Client(base_url=lab.url) as http:
-        response = load(http, "smollm2-135m")
-    refused(response, 507, "storage-full")
-    assert response.headers["x-should-retry"] == "false"
-    assert [path for path in home.rglob("*") if path.stat().st_size > 4096] == []
+    for model, status, code, part in (
+        ("unheard-of", 404, "model-not-found", "unheard-of"),
+        # MLX does not support the architecture.
+        (str(folder), 400, "invalid-request", "from_the_future"),
+    ):
+        assert part in refused(load(fresh_tiny_http, model), status, code)["message"]
+        assert fresh_tiny_http.get("/readyz").json()["model"] == "tiny"
+        assert fresh_tiny_http.post(CHAT, json=chat_body()).status_code == 200
 
 
 def test_a_path_and_an_id_can_be_different_models_of_one_name(fresh_tiny_http, tiny_home, tmp_path):
@@ -229,15 +181,6 @@ def test_unusual_folders_do_not_hide_other_models(fresh_http, echo_home):
     finally:
         shutil.rmtree(odd)
         locked.rmdir()
-
-
-def test_downloads_can_be_forbidden(tmp_path):
-    with serving(tmp_path, None, downloads=False) as lab, httpx2.Client(base_url=lab.url) as http:
-        assert load(http, "smollm2-135m").status_code == 404
-
-
-def test_any_key_is_accepted_if_none_is_configured(http):
-    assert http.post(CHAT, json=echo_body(), headers={"authorization": "Bearer anything"}).status_code == 200
 
 
 def test_an_allowed_page_can_read_the_headers_of_the_server(echo_home):

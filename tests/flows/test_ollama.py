@@ -140,17 +140,8 @@ def test_names_of_models_may_have_a_tag(name, id_, shown):
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [
-        (300, 300),
-        (-1, -1),
-        (0, 0),
-        (2.5, 2.5),
-        ("5m", 300),
-        ("1h30m0.5s", 5400.5),
-        ("-1m", -60),
-        ("-1", -1),
-        ("24h", 86400),
-        ("0", 0),
-        ("100ms", 0.1),
+        *[(300, 300), (-1, -1), (0, 0), (2.5, 2.5), ("-1", -1), ("0", 0)],
+        *[("5m", 300), ("1h30m0.5s", 5400.5), ("-1m", -60), ("24h", 86400), ("100ms", 0.1)],
     ],
 )
 def test_durations_have_many_forms(given, seconds):
@@ -167,7 +158,6 @@ INVALID = (400, "invalid-request")
         (CHAT, chat(keep_alive="nan"), INVALID, "keep_alive: must be a number of seconds"),
         (CHAT, chat(think="deep"), INVALID, "think: Input should be 'low', 'medium' or 'high'"),
         (CHAT, chat(keep_alive=True), INVALID, "keep_alive"),
-        (CHAT, chat(messages=[{**HELLO[0], "images": ["aaaa"]}]), INVALID, "messages.0.images: images and other files"),
         (GENERATE, {"prompt": "a", "images": ["aaaa"]}, INVALID, "no vision"),
         (GENERATE, {"prompt": "a", "template": "{{ .Prompt }}"}, INVALID, "template: templates"),
         (GENERATE, {"prompt": "a", "context": [1]}, INVALID, "/api/chat"),

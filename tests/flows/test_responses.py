@@ -107,7 +107,6 @@ def test_a_conversation_is_converted_to_the_chat_format():
     assert names == ["clock", "patch", "code", "mcp__files__look"]
 
 
-IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,aaaa"}]}]
 UNIQUE = {"type": "json_schema", "name": "a", "strict": True, "schema": {"type": "array", "uniqueItems": True}}
 CLOCK_CALL = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
@@ -118,9 +117,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
     [
         ({"input": []}, 400, "input", "has no message"),
         ({"input": None}, 400, "input", "should be a valid"),
-        ({"input": IMAGE}, 400, "input.0.content.0", "images and other files cannot be read"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 400, "input.0.id", "send the item itself"),
-        ({"input": [OUTPUT]}, 400, "input.0.call_id", "'c1' does not answer a call"),
         ({"input": [CLOCK_CALL, CLOCK_CALL, OUTPUT]}, 400, "input.1", "ids must be unique"),
         ({"input": [CLOCK_CALL | {"arguments": "[" + "[]," * 60_000}]}, 400, "input", "50,000 lists and objects"),
         ({"input": [{"role": "user", "content": "x"}] * 5000}, 400, "input", "5000 items, the limit is 4096"),
@@ -147,7 +144,6 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
         ({"prompt": {"id": "pmpt_1"}}, 400, "prompt", "stored prompts (send instructions and input) are not supported"),
         ({"background": True, "stream": True}, 400, None, "leave one of them out"),
         ({"background": True, "store": False}, 400, None, "must be stored"),
-        ({"input": "a " * 40_000}, 400, "input", "prompt is too long"),
         ({"model": "gpt-x"}, 404, "model", "gpt-x"),
     ],
 )
