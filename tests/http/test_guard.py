@@ -98,15 +98,20 @@ def test_no_other_origin_is_accepted(scheme, name, port):
             check(scope(origin=origin), POLICY)
 
 
-@pytest.mark.parametrize("origin", ["null", "", "*", "http://", ["http://localhost:3000", "http://localhost:3000"]])
-def test_an_invalid_origin_is_rejected(origin):
-    with pytest.raises(OriginForbiddenError):
-        check(scope(origin=origin), POLICY)
+LISTED = GuardPolicy(hosts=loopback_hosts(8400), origins=frozenset({"null", "http://localhost:3000"}))
 
 
-def test_the_origin_null_is_rejected_even_if_it_is_listed():
+@pytest.mark.parametrize(
+    ("origin", "policy"),
+    [
+        *((origin, POLICY) for origin in ("null", "", "*", "http://")),
+        ("null", LISTED),
+        (["http://localhost:3000", "http://localhost:3000"], LISTED),
+    ],
+)
+def test_an_invalid_origin_is_rejected(origin, policy):
     with pytest.raises(OriginForbiddenError):
-        check(scope(origin="null"), GuardPolicy(hosts=loopback_hosts(8400), origins=frozenset({"null"})))
+        check(scope(origin=origin), policy)
 
 
 def test_the_origin_of_an_any_port_name_must_have_the_same_port():
@@ -133,7 +138,11 @@ def test_the_key_is_accepted_in_the_headers_of_other_services(name):
 
 
 @pytest.mark.parametrize(
-    "header", ["", "Bearer", "Bearer ", "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret x", "Bearer \xff"]
+    "header",
+    [
+        *("", "Bearer", "Bearer ", "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret x", "Bearer \xff"),
+        ["Bearer s3cret", "Bearer s3cret"],
+    ],
 )
 def test_everything_but_the_key_is_rejected_with_the_same_error(header):
     with pytest.raises(UnauthorizedError) as caught:
@@ -169,15 +178,8 @@ def test_a_websocket_can_have_the_key_in_its_query_if_the_policy_allows_it(query
 @pytest.mark.parametrize(
     "query",
     [
-        "",
-        "token=",
-        "token",
-        "Token=s3cret",
-        "token=s3cret ",
-        "token=s3cret&token=s3cret",
-        "token=wrong",
-        "token=%FF",
-        "?",
+        *("", "token=", "token", "Token=s3cret", "token=s3cret ", "token=s3cret&token=s3cret", "token=wrong"),
+        *("token=%FF", "?"),
     ],
 )
 def test_any_other_query_is_rejected_even_with_the_right_header(query):
@@ -186,11 +188,6 @@ def test_any_other_query_is_rejected_even_with_the_right_header(query):
     if "oken" in query and "Token" not in query:
         with pytest.raises(UnauthorizedError):
             check(asking(query, authorization="Bearer s3cret"), IN_QUERY)
-
-
-def test_two_keys_are_rejected_even_if_one_is_right():
-    with pytest.raises(UnauthorizedError):
-        check(scope(authorization=["Bearer s3cret", "Bearer s3cret"]), KEYED)
 
 
 @given(st.text(max_size=20))
@@ -202,7 +199,7 @@ def test_no_other_text_is_accepted_as_key(text):
             check(request, KEYED)
 
 
-def test_probes_and_preflights_need_no_key():
+def test_probes_and_preflights_need_no_key_but_an_allowed_host():
     check(scope(path="/healthz"), KEYED)
     check(scope(path="/readyz"), KEYED)
     origin = "http://localhost:3000"
@@ -211,9 +208,6 @@ def test_probes_and_preflights_need_no_key():
         check(scope(method="OPTIONS", origin=origin), KEYED)
     with pytest.raises(UnauthorizedError):
         check(scope(path="/healthz/"), KEYED)
-
-
-def test_a_probe_with_another_host_is_rejected():
     with pytest.raises(HostForbiddenError):
         check(scope("evil.example:8400", path="/healthz"), KEYED)
 
@@ -222,23 +216,19 @@ def test_the_key_is_in_no_repr():
     assert "s3cret" not in repr(KEYED)
 
 
-@pytest.mark.parametrize("host", ["*", "*:8400", "http://mybox", "a b", "", "mybox:", "mybox:port"])
-def test_a_configured_host_that_cannot_match_is_an_error(host):
-    with pytest.raises(InvalidRequestError, match="allowed_hosts"):
-        local_policy(8400, hosts=[host])
-
-
-@pytest.mark.parametrize("origin", ["*", "http://*", "localhost:3000", "http://a/b", "null", ""])
-def test_a_configured_origin_that_cannot_match_is_an_error(origin):
-    with pytest.raises(InvalidRequestError, match="cors_origins"):
-        local_policy(8400, origins=[origin])
-
-
-@pytest.mark.parametrize("key", ["", " ", "a b", "schlüssel", "a\n"])
-def test_a_key_that_is_invalid_in_headers_is_an_error_that_does_not_contain_it(key):
-    with pytest.raises(InvalidRequestError) as caught:
-        local_policy(8400, key=key)
-    assert "schl" not in caught.value.message
+@pytest.mark.parametrize(
+    ("setting", "values", "named"),
+    [
+        ("hosts", ["*", "*:8400", "http://mybox", "a b", "", "mybox:", "mybox:port"], "allowed_hosts"),
+        ("origins", ["*", "http://*", "localhost:3000", "http://a/b", "null", ""], "cors_origins"),
+        ("key", ["", " ", "a b", "schlüssel", "a\n"], "api_key"),
+    ],
+)
+def test_a_configured_value_that_no_request_can_match_is_an_error_without_the_key(setting, values, named):
+    for value in values:
+        with pytest.raises(InvalidRequestError, match=named) as caught:
+            local_policy(8400, **{setting: value if setting == "key" else [value]})
+        assert "schl" not in caught.value.message
 
 
 def test_configured_origins_match_what_browsers_send():
@@ -309,6 +299,8 @@ def test_a_caller_on_loopback_with_a_loopback_host_is_local(client, host):
 @pytest.mark.parametrize("host", ["mybox:8400", "192.168.1.5:8400", "127.0.0.1", "127.0.0.1:8888"])
 def test_a_caller_on_loopback_with_another_host_or_port_is_not_local(host):
     assert not local("127.0.0.1", host=host)
+    # No key is configured.
+    assert not local("127.0.0.1", host=host, authorization="Bearer ")
 
 
 @pytest.mark.parametrize("client", ["192.168.1.5", "10.0.0.1", "::ffff:192.168.1.5", "fe80::1%eth0", "not an address"])
@@ -332,10 +324,6 @@ def test_a_caller_on_loopback_with_the_key_is_local_for_any_allowed_host():
     # Probes are accepted without a key.
     assert not local("127.0.0.1", keyed, host="mybox:8400", path="/readyz")
     assert not local("127.0.0.1", keyed, host="mybox:8400", path="/readyz", authorization="Bearer wrong")
-
-
-def test_a_key_does_not_make_a_caller_local_if_none_is_configured():
-    assert not local("127.0.0.1", host="mybox:8400", authorization="Bearer ")
 
 
 def test_callers_through_the_jupyter_server_of_the_notebook_are_local():
@@ -381,18 +369,11 @@ def test_a_live_policy_is_created_again_only_after_a_change(monkeypatch):
 
 def test_webviews_are_accepted_only_if_the_policy_allows_them():
     expecting = local_policy(8400, webviews=True)
-    webview = "vscode-webview://0k3l9c2m"
-    check(scope(origin=webview), expecting)
-    assert allows_origin(webview, expecting)
-    assert not allows_origin(webview, POLICY)
-    for origin in (
-        "vscode-webview://",
-        "vscode-webview:",
-        f"https://x/{webview}",
-        f"{webview} x",
-        "null",
-        "vscode://a",
-    ):
+    page = "vscode-webview://0k3l9c2m"
+    check(scope(origin=page), expecting)
+    assert allows_origin(page, expecting)
+    assert not allows_origin(page, POLICY)
+    for origin in ("vscode-webview://", "vscode-webview:", f"https://x/{page}", f"{page} x", "null", "vscode://a"):
         assert not allows_origin(origin, expecting)
         with pytest.raises(OriginForbiddenError):
             check(scope(origin=origin), expecting)
