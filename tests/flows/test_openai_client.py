@@ -9,8 +9,8 @@ from jsonschema import Draft202012Validator
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from tests.flows.schemas import DIGIT, closed
 from tests.support.asking import HELLO
+from tests.support.generated_schemas import DIGIT, closed
 from tests.support.labs import serving
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]

@@ -8,9 +8,20 @@ import enum
 import ipaddress
 import pathlib
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import AnyUrl, BaseModel, Field, HttpUrl, SecretStr, StringConstraints, TypeAdapter, WithJsonSchema
+from pydantic import (
+    AnyUrl,
+    BaseModel,
+    ConfigDict,
+    Field,
+    HttpUrl,
+    RootModel,
+    SecretStr,
+    StringConstraints,
+    TypeAdapter,
+    WithJsonSchema,
+)
 from pydantic.json_schema import GenerateJsonSchema
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -29,6 +40,28 @@ class Cat(BaseModel):
 class Dog(BaseModel):
     kind: Literal["dog"]
     good: bool = True
+
+
+class Described(BaseModel):
+    """A class with titles, descriptions and aliases, as in most applications."""
+
+    model_config = ConfigDict(title="Something described", populate_by_name=True)
+    from_: Annotated[str, Field(alias="from", max_length=12, description="Where it comes from", examples=["here"])]
+    size: Annotated[int, Field(ge=0, le=99, alias="größe", title="Größe")] = 3
+
+
+T = TypeVar("T")
+
+
+class Page(BaseModel, Generic[T]):
+    items: Annotated[list[T], Field(min_length=1, max_length=2)]
+    first: T | None
+
+
+class Cats(Page[Cat]):
+    """A class that inherits from one whose name is not valid as a name in the format."""
+
+    named: Described | None = None
 
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
@@ -63,17 +96,38 @@ PYDANTIC: dict[str, Any] = {
     "model": Cat,
     "models with a discriminator": Annotated[Cat | Dog, Field(discriminator="kind")],
     "list of models": Annotated[list[Cat], Field(max_length=2)],
+    "models without a discriminator": Dog | Described,
+    "inherited generic model": Cats,
+    "root model": RootModel[Annotated[list[Word], Field(min_length=1, max_length=3)]],
+    "multiple": Annotated[int, Field(ge=0, le=100, multiple_of=2)],
 }
 
 
-def _closed(**properties: Any) -> dict[str, Any]:
-    return {
-        "$schema": DRAFT,
-        "type": "object",
-        "properties": properties,
-        "required": [*properties],
-        "additionalProperties": False,
-    }
+def closed(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object that requires these properties and forbids others."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+SHORT = {"type": "string", "maxLength": 8}
+COMPOSED: dict[str, Any] = {
+    "nested const": {"const": {"a": [1, None, "x"]}},
+    "enum of every type": {"enum": [None, True, 1.5, "one", [1], {"a": 1}]},
+    "several types": {"type": ["integer", "null", "boolean"], "minimum": 0, "maximum": 9},
+    "choice of words": {"type": "string", "pattern": "^(yes|no|perhaps)$"},
+    "nested arrays": {"type": "array", "items": {"type": "array", "items": DIGIT, "maxItems": 2}, "maxItems": 2},
+    "array of tuples": {"type": "array", "items": {"type": "array", "prefixItems": [DIGIT, SHORT], "items": False}}
+    | {"maxItems": 2},
+    "tuple and others": {"type": "array", "prefixItems": [SHORT, DIGIT], "items": {"type": "boolean"}}
+    | {"minItems": 2, "maxItems": 4},
+    "optional properties": {**closed(a=DIGIT, b=SHORT, c={"type": "null"}), "required": ["b"]},
+    "further properties": {**closed(a=DIGIT), "patternProperties": {"^x[0-9]$": DIGIT}, "maxProperties": 3},
+    "anyOf objects": {"anyOf": [closed(a=DIGIT), closed(b=SHORT)]},
+    "oneOf that excludes": {"oneOf": [closed(kind={"const": "a"}, a=DIGIT), closed(kind={"const": "b"}, b=SHORT)]},
+    "allOf merged": {"allOf": [{"type": "integer", "minimum": 5}, {"maximum": 20}]},
+    "decimal steps": closed(price={"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.25}),
+    "keys to escape": closed(**{'"quoted"\\': DIGIT, "ünïcode ☃": {"const": "\u00e9\n"}, "": {"type": "null"}}),
+}
 
 
 SAFE = 2**53 - 1
@@ -180,11 +234,11 @@ def generated_schemas() -> dict[str, dict[str, Any]]:
     found = {
         f"Pydantic {name}": TypeAdapter(kind).json_schema(schema_generator=_Plain) for name, kind in PYDANTIC.items()
     }
-    for generator, schemas in (("Zod", ZOD), ("Go", GO), ("C#", C_SHARP), ("neutral", NEUTRAL)):
+    for generator, schemas in (("Zod", ZOD), ("Go", GO), ("C#", C_SHARP), ("neutral", NEUTRAL), ("composed", COMPOSED)):
         found |= {f"{generator} {name}": schema for name, schema in schemas.items()}
     wrapped = {}
     for name, schema in found.items():
         inner = dict(schema)
         definitions = {"$defs": inner.pop("$defs")} if "$defs" in inner else {}
-        wrapped[name] = {**_closed(value=inner), **definitions}
+        wrapped[name] = {"$schema": DRAFT, **closed(value=inner), **definitions}
     return wrapped
