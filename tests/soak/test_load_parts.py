@@ -1,4 +1,4 @@
-"""Run small versions of the parts load, connections, cycles, kills and bodies, and test that they detect problems."""
+"""Run small versions of the parts that load a server or attack it, and test that they detect problems."""
 
 import asyncio
 import json
@@ -10,8 +10,14 @@ import pytest
 from lmx_lab.daemon.limits import Limits
 from soak import bodies, connections, cycles, load, unreachable_clients
 from soak.chat_requests import CUT, HUNG, ChatResult, ReferenceChat, record_reference, reference_body, send_chat
+from soak.hostile.attacked_server import AttackedServer
+from soak.hostile.attacks import ATTACKS, loads
+from soak.hostile.models import CONFIGS, TEMPLATES, VALID, write_hostile_models
+from soak.hostile.senders import Answer
 from soak.hostile_bodies import REPORTED, HostileBody
 from soak.kills import daemons, pulls, servers
+from soak.mutated_models import PARTS, MutatedModels
+from soak.mutations import MutatedLoads
 from soak.programs import SMALL_CACHE, Command, Daemon, Home, Server, end_and_check, record_leftovers
 from soak.report import Row, Soak
 from soak.slow_hub import SlowHub
@@ -164,3 +170,52 @@ def test_a_reference_request_is_counted_by_its_result(end, lost, hung):
     row = Row(part="good")
     record_reference(row, end)
     assert (row.lost, row.hung, row.passed) == (lost, hung, lost + hung == 0)
+
+
+# Hostile and changed models
+
+
+@pytest.fixture(scope="module")
+def models(soak, tmp_path_factory):
+    return write_hostile_models(tmp_path_factory.mktemp("models"), soak)
+
+
+@pytest.fixture(scope="module")
+def target(soak, models, tmp_path_factory):
+    with AttackedServer(soak, tmp_path_factory.mktemp("homes"), models, []) as target:
+        yield target
+
+
+def test_wrong_and_late_answers_and_failing_chats_are_detected(target, models):
+    def unload(url):
+        target._http.post("/admin/models/unload").raise_for_status()
+        return [Answer(text="500 internal-error", seconds=6.0)]
+
+    row = target.run("unload", [replace(ATTACKS[0], name="unload", send=unload)], VALID)
+    problems = " ".join(row.wrong)
+    assert "500 internal-error, not one of 400" in problems
+    assert "later than 5 s" in problems
+    assert "chats of another client fail: 503 no-model-loaded" in problems
+
+
+def test_every_hostile_model_is_loaded_by_an_attack(models):
+    names = {attack.name.removeprefix("a load: ").removesuffix(", GGUF") for attack in loads(models)[:-1]}
+    assert names == {*CONFIGS, *TEMPLATES}
+
+
+def test_changed_models_are_refused_or_loaded_and_the_server_stays_usable(soak, tmp_path):
+    rows = MutatedLoads(soak, tmp_path).run(range(len(PARTS)))
+    assert [row for row in rows if not row.passed] == []
+    assert rows[-1].faults == len(PARTS)
+    assert len(rows) > len(PARTS) // 2
+
+
+def test_the_same_seed_and_number_write_the_same_model(soak, tmp_path):
+    written = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        models = MutatedModels(tmp_path / name, soak)
+        part, path = models.write(0)
+        written.append((part.name, (path / part.file).read_bytes()))
+        assert written[-1][1] != (models.valid / part.file).read_bytes()
+    assert written[0] == written[1]
