@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.support.asking import HELLO, echo_body, error_of
+from tests.support.asking import HELLO, each_value, echo_body, error_of
 
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -33,45 +33,21 @@ def test_the_error_of_a_body_of_another_type_has_no_name_of_a_class(http, path, 
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"model": ""}, "model"),
-        ({"model": 5}, "model"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
+        *each_value(model=["", 5], temperature=[2.1, -0.1, "hot"], top_p=[1.1], max_tokens=[0, -2, 1.5, True, "5"]),
+        *each_value(n_predict=[0], min_tokens=[-1], repeat_penalty=[0], typical_p=[0.5], mirostat=[1], stream=["yes"]),
+        *each_value(json_schema=["string"], grammar=["root ::= leaf", "a" * 16_385], stop=["a" * 1001]),
+        *each_value(modalities=[["text", "audio"]], logit_bias=[{"49152": 1}], metadata=[{"a": [1] * 20_000}]),
+        *each_value(chat_template_kwargs=[{f"a{number}": 1 for number in range(300)}], **{"colour[red]": ["blue"]}),
+        *each_value(colour=["blue"], messages=[[], "hello", [{"role": "user", "content": ""}] * 4097]),
+        ({"messages": [{"role": "user", "content": [{}] * 4097}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0"),
         ({"messages": [{"content": "hello"}]}, "messages.0.role"),
         ({"messages": [{"role": "king", "content": "hello"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -2}, "max_tokens"),
-        ({"n_predict": 0}, "n_predict"),
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"repeat_penalty": 0}, "repeat_penalty"),
-        ({"typical_p": 0.5}, "typical_p"),
-        ({"mirostat": 1}, "mirostat"),
-        ({"json_schema": "string"}, "json_schema"),
-        ({"grammar": "root ::= leaf"}, "grammar"),
-        ({"grammar": "a" * 16_385}, "grammar"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": "5"}, "max_tokens"),
-        ({"stream": "yes"}, "stream"),
-        ({"stop": "a" * 1001}, "stop"),
         ({"messages": [{"role": "u", "content": 5}] * 40_000}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
-        ({"messages": [{"role": "user", "content": [{}] * 4097}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{}] * 4000}]}, "messages.0.content.0.type"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
         ({"messages": [*HELLO, {"role": "tool", "content": "", "tool_call_id": "c"}]}, "messages.1.tool_call_id"),
-        ({"logit_bias": {"49152": 1}}, "logit_bias"),
-        ({"metadata": {"a": [1] * 20_000}}, "metadata"),
-        ({"chat_template_kwargs": {f"a{number}": 1 for number in range(300)}}, "chat_template_kwargs"),
-        ({"colour": "blue"}, "colour"),
-        ({"colour[red]": "blue"}, "colour[red]"),
     ],
 )
 def test_an_invalid_field_is_400_and_named(http, changes, param):

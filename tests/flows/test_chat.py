@@ -156,11 +156,6 @@ def test_streamed_logprobs_equal_the_whole(http, stop):
     assert [token["logprob"] for token in streamed] == pytest.approx([token["logprob"] for token in whole], abs=1e-4)
 
 
-def test_a_bias_of_100_is_the_only_token(http):
-    (choice,) = choices(http, logit_bias={"5": 100}, logprobs=True, max_tokens=3)
-    assert len({token["token"] for token in choice["logprobs"]["content"]}) == 1
-
-
 @pytest.mark.parametrize("path", [PATH, "/v1/completions"])
 def test_only_programs_on_this_machine_may_name_the_loaded_model_by_its_path(tiny_http, tiny_home, path):
     folder = tiny_home / "models" / "tiny"

@@ -20,7 +20,7 @@ from lmx_lab.engine import Caller, EmbeddingRequest, Embeddings
 from lmx_lab.server.embeddings import NUMBERS_PER_STEP, embedding_list, embedding_request
 from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EmbeddingsBody
-from tests.support.asking import error_of, refused
+from tests.support.asking import each_value, error_of, refused
 from tests.support.gguf import ALIGNMENT, read_gguf
 from tests.support.labs import PACE, manager_of, scrape, serving, wait_until_idle, watching
 from tests.support.models import write_tiny_bert
@@ -138,13 +138,6 @@ def test_openai_python_reads_base64_and_raises_its_own_exceptions(quick_lab, htt
     assert answer.usage.total_tokens > 0
 
 
-def test_fewer_dimensions_are_the_first_ones_of_length_one(http):
-    whole, cut = (np.array(embed(http, **fields)["data"][0]["embedding"]) for fields in ({}, {"dimensions": 64}))
-    assert np.allclose(cut, whole[:64] / np.linalg.norm(whole[:64]), atol=1e-5)
-    error = error_of(http.post(PATH, json=body(dimensions=385)), 400, "invalid-request")
-    assert error["param"] == "dimensions"
-
-
 def test_a_chat_model_does_not_embed(tiny_http):
     named = error_of(tiny_http.post(PATH, json=body(model="tiny")), 400, "invalid-request")
     error_of(tiny_http.post(PATH, json=body(model="default")), 503, "no-model-loaded")
@@ -186,24 +179,12 @@ def test_requests_are_counted_in_the_metrics(http):
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"model": ""}, "model"),
-        ({"model": None}, "model"),
-        ({"input": []}, "input"),
-        ({"input": [1.5]}, "input.0"),
-        ({"input": [True]}, "input.0"),
-        ({"input": ["a", 1]}, "input.1"),
-        ({"input": [1, "a"]}, "input.1"),
-        ({"input": [1, -1]}, "input.1"),
-        ({"input": [[1], []]}, "input.1"),
+        *each_value(model=["", None], input=[[]], dimensions=[0, -1, "64", 385], encoding_format=["int8"]),
+        *each_value(input_type=["classification"], truncate=[1], normalize=[True]),
+        *(({"input": value}, "input.0") for value in ([1.5], [True])),
+        *(({"input": value}, "input.1") for value in (["a", 1], [1, "a"], [1, -1], [[1], []])),
         ({"input": [[1], [-1]]}, "input.1.0"),
         ({"input": [[[1]]]}, "input.0.0"),
-        ({"dimensions": 0}, "dimensions"),
-        ({"dimensions": -1}, "dimensions"),
-        ({"dimensions": "64"}, "dimensions"),
-        ({"encoding_format": "int8"}, "encoding_format"),
-        ({"input_type": "classification"}, "input_type"),
-        ({"truncate": 1}, "truncate"),
-        ({"normalize": True}, "normalize"),
     ],
 )
 def test_an_invalid_field_is_named(http, changes, param):

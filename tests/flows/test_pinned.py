@@ -67,15 +67,6 @@ def test_an_unload_leaves_pinned_models(three_home):
         assert http.post("/v1/embeddings", json={"model": "tiny-embedder", "input": "a cat"}).status_code == 200
 
 
-def test_a_pinned_model_can_also_be_the_main_model(three_home):
-    with serving(three_home, None, embedder="tiny-embedder") as lab, httpx2.Client(base_url=lab.url) as http:
-        assert http.post("/admin/models/load", json={"model": "tiny-embedder"}).status_code == 200
-        assert http.get("/readyz").json()["model"] == "tiny-embedder"
-        assert http.post("/admin/models/unload").status_code == 200
-        assert models_by_id(http)["tiny-embedder"]["pinned"]
-        assert http.post("/v1/embeddings", json={"model": "default", "input": "a cat"}).status_code == 200
-
-
 def test_launch_pins_models_and_running_the_cell_again_changes_nothing(three_home):
     with lmx_lab.launch(home=three_home, port=0, embedder="tiny-embedder") as lab:
         assert lab.embed("a cat").shape == (32,)

@@ -12,7 +12,7 @@ from lmx_lab.server.rerank import ANSWERS, rerank_request, rerank_results, text_
 from lmx_lab.values.outputs import EncodeReport
 from lmx_lab.wire.embeddings import INPUT_LIMIT
 from lmx_lab.wire.rerank import AnyRerankBody, RerankResults
-from tests.support.asking import error_of
+from tests.support.asking import each_value, error_of
 
 PATH = "/v1/rerank"
 MODEL = "echo"
@@ -168,18 +168,6 @@ def test_each_path_returns_documents_as_its_clients_read_them(http, path, return
     assert same[0].get("document") == document
 
 
-def test_documents_are_truncated_to_a_number_of_tokens(http):
-    longer = [f"{text} Bread, bread and more bread." for text in DOCUMENTS]
-    counts = [http.post("/tokenize", json={"content": text}).json()["count"] for text in DOCUMENTS]
-    limited = rerank(http, documents=longer, max_tokens_per_doc=min(counts), return_documents=True)
-    assert limited["usage"]["prompt_tokens"] < rerank(http, documents=longer)["usage"]["prompt_tokens"]
-    scores = {item["index"]: item["relevance_score"] for item in limited["results"]}
-    plain = {item["index"]: item["relevance_score"] for item in rerank(http)["results"]}
-    shortest = counts.index(min(counts))
-    assert scores[shortest] == plain[shortest]
-    assert limited["results"][0]["document"] == longer[limited["results"][0]["index"]]
-
-
 @pytest.mark.slow
 def test_ten_thousand_documents_are_one_request(http):
     # Equal documents are computed only once.
@@ -199,27 +187,13 @@ def test_zero_and_false_are_distinguished(http, foreign):
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"model": ""}, "model"),
-        ({"query": ""}, "query"),
-        ({"query": " \n"}, "query"),
-        ({"query": None}, "query"),
-        ({"query": ["q"]}, "query"),
-        ({"documents": []}, "documents"),
-        ({"documents": "a"}, "documents"),
-        ({"documents": None}, "documents"),
+        *each_value(model=[""], query=["", " \n", None, ["q"]], documents=[[], "a", None], top_n=[0, -1, 1.5]),
+        *each_value(max_tokens_per_doc=[-1], instruction=["Find salt."], truncation_side=["left"], top_k=[3]),
+        *each_value(max_chunks_per_doc=[2], rank_fields=[["title"]]),
         ({"documents": ["a", 1]}, "documents.1"),
         ({"documents": ["a", {"title": "t"}]}, "documents.1.text"),
         ({"documents": [{"text": "a", "image": "http://x"}]}, "documents.0.image"),
         ({"documents": [{"text": 1}]}, "documents.0.text"),
-        ({"top_n": 0}, "top_n"),
-        ({"top_n": -1}, "top_n"),
-        ({"top_n": 1.5}, "top_n"),
-        ({"max_tokens_per_doc": -1}, "max_tokens_per_doc"),
-        ({"instruction": "Find salt."}, "instruction"),
-        ({"truncation_side": "left"}, "truncation_side"),
-        ({"max_chunks_per_doc": 2}, "max_chunks_per_doc"),
-        ({"rank_fields": ["title"]}, "rank_fields"),
-        ({"top_k": 3}, "top_k"),
     ],
 )
 def test_an_invalid_field_is_named(http, changes, param):
@@ -229,13 +203,9 @@ def test_an_invalid_field_is_named(http, changes, param):
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"query": ""}, "query"),
-        ({"texts": []}, "texts"),
+        *each_value(query=[""], texts=[[]], documents=[["a"]], truncation_direction=["left"], top_n=[0]),
         ({"texts": [1]}, "texts.0"),
         ({"texts": [{"text": "a"}]}, "texts.0"),
-        ({"documents": ["a"]}, "documents"),
-        ({"truncation_direction": "left"}, "truncation_direction"),
-        ({"top_n": 0}, "top_n"),
     ],
 )
 def test_an_invalid_field_of_a_request_with_texts_is_named(http, changes, param):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,11 @@ def echo_request(**changes: Any) -> ChatRequest:
 
 def chat_body(**changes: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 8, **changes}
+
+
+def each_value(**fields: Sequence[Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return for each value of each field a body with only that field, and the name of the field."""
+    return [({name: value}, name) for name, values in fields.items() for value in values]
 
 
 def events(text: str) -> list[str]:
