@@ -1,24 +1,20 @@
 """A server of events whose messages a test defines."""
 
-from __future__ import annotations
-
 import asyncio
 import http
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 import websockets
-from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.asyncio.server import serve
 from websockets.datastructures import Headers
-from websockets.http11 import Request, Response
+from websockets.http11 import Response
 
-CUT: Literal["cut"] = "cut"
-STAY: Literal["stay"] = "stay"
+CUT = "cut"
+STAY = "stay"
 """Keep the connection open until the client closes it."""
-HALF: Literal["half"] = "half"
+HALF = "half"
 """Send the start of a frame, then close the connection."""
 STREAM = "stm_1"
 
@@ -40,49 +36,35 @@ class Refused:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-Step = str | bytes | Raw | Literal["cut", "stay", "half"]
-Script = Sequence[Step] | Refused
+def frame(kind, data, *, seq=None, stream_id=STREAM, **fields):
+    made = {"event": kind, "seq": seq, "at": "2026-11-21T10:00:00.123Z", "stream_id": stream_id, "data": data}
+    return json.dumps(made | {"session_id": None, "turn_id": None} | fields)
 
 
-def frame(kind: str, data: Any, *, seq: int | None = None, stream_id: str = STREAM, **fields: Any) -> str:
-    return json.dumps(
-        {
-            "event": kind,
-            "seq": seq,
-            "at": "2026-11-21T10:00:00.123Z",
-            "stream_id": stream_id,
-            "session_id": None,
-            "turn_id": None,
-            "data": data,
-            **fields,
-        }
-    )
-
-
-def hello(cursor: int, *, heartbeat_s: float = 15.0, stream_id: str = STREAM) -> str:
+def hello(cursor, *, heartbeat_s=15.0, stream_id=STREAM):
     data = {"daemon_id": "dmn_1", "cursor": cursor, "latest_seq": cursor, "heartbeat_s": heartbeat_s}
     return frame("stream.hello", data, stream_id=stream_id)
 
 
-def synced(cursor: int, *, stream_id: str = STREAM) -> str:
+def synced(cursor, *, stream_id=STREAM):
     return frame("stream.synced", {"cursor": cursor}, stream_id=stream_id)
 
 
-def heartbeat(cursor: int) -> str:
+def heartbeat(cursor):
     return frame("stream.heartbeat", {"cursor": cursor})
 
 
-def event(seq: int, *, session_id: str | None = None, stream_id: str = STREAM, text: str = "") -> str:
+def event(seq, *, session_id=None, stream_id=STREAM, text=""):
     data = {"message_id": "msg_1", "text": text}
     return frame("turn.token", data, seq=seq, session_id=session_id, turn_id="trn_1", stream_id=stream_id)
 
 
-def reset(cursor: int, reason: str = "pruned", *, stream_id: str = STREAM) -> str:
+def reset(cursor, reason="pruned", *, stream_id=STREAM):
     data = {"reason": reason, "cursor": cursor, "oldest_seq": 1, "latest_seq": cursor}
     return frame("stream.reset", data, stream_id=stream_id)
 
 
-def snapshot(session_id: str, cursor: int, *, stream_id: str = STREAM) -> str:
+def snapshot(session_id, cursor, *, stream_id=STREAM):
     session = {
         **dict.fromkeys(("title", "model", "system_prompt", "tools", "active_turn_id")),
         **dict.fromkeys(("queued_turn_ids", "messages", "permissions"), ()),
@@ -95,54 +77,52 @@ def snapshot(session_id: str, cursor: int, *, stream_id: str = STREAM) -> str:
 class EventServer:
     """A server on the loopback interface. Its records can be read at any time."""
 
-    def __init__(self, *scripts: Script) -> None:
+    def __init__(self, *scripts):
         self._scripts = scripts
-        self._server: Server
-        self.queries: list[dict[str, str]] = []
+        self.queries = []
         """The query of each request for events, with the last value of each name."""
-        self.headers: list[Headers] = []
+        self.headers = []
         self._changed = asyncio.Event()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self):
         self._server = await serve(self._talk, "127.0.0.1", 0, process_request=self._begin, compression=None)
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def __aexit__(self, *exc_info):
         self._server.close()
         await self._server.wait_closed()
 
-    async def wait_for_requests(self, count: int) -> None:
+    async def wait_for_requests(self, count):
         """Wait until this number of requests has arrived."""
         async with asyncio.timeout(20):
             while len(self.queries) < count:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _begin(self, connection: ServerConnection, request: Request) -> Response | None:
+    def _begin(self, connection, request):
         script = self._scripts[min(len(self.queries), len(self._scripts) - 1)]
         query = parse_qs(urlsplit(request.path).query)
         self.queries.append({name: values[-1] for name, values in query.items()})
         self.headers.append(request.headers)
         self._changed.set()
-        connection.script = script  # type: ignore[attr-defined]
+        connection.script = script
         if not isinstance(script, Refused):
             return None
         headers = Headers({"Content-Type": script.kind, "Content-Length": str(len(script.body)), **script.headers})
         return Response(script.status, http.HTTPStatus(script.status).phrase, headers, script.body.encode())
 
-    async def _talk(self, connection: ServerConnection) -> None:
-        script: Sequence[Step] = connection.script  # type: ignore[attr-defined]
+    async def _talk(self, connection):
         try:
-            for step in script:
+            for step in connection.script:
                 await self._do(connection, step)
         except websockets.ConnectionClosed:
             return
 
-    async def _do(self, connection: ServerConnection, step: Step) -> None:
+    async def _do(self, connection, step):
         transport = connection.transport
         match step:
             case "cut":

@@ -338,8 +338,7 @@ async def test_finish_reasons_are_passed_on(reason):
 
 
 @pytest.mark.parametrize(
-    "message",
-    [{"content": "hi", "reasoning": "hm"}, {"content": "hi", "reasoning_content": "hm", "tool_calls": None}],
+    "message", [{"content": "hi", "reasoning": "hm"}, {"content": "hi", "reasoning_content": "hm", "tool_calls": None}]
 )
 async def test_a_complete_answer_instead_of_a_stream_is_read(message):
     usage = {"prompt_tokens": 3, "completion_tokens": 1}

@@ -270,12 +270,9 @@ async def test_remarks_are_returned_between_chunks():
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (streamed(chunk(), end=False), errors.ConnectionLostError),
-        (streamed(chunk(), end=True), errors.ConnectionLostError),
-        (streamed(chunk()[:-9], end=False), errors.ConnectionLostError),
-        (streamed(), errors.ConnectionLostError),
-        (streamed()[:40], errors.ConnectionLostError),
-        (b"", errors.ConnectionLostError),
+        *((streamed(*pieces), errors.ConnectionLostError) for pieces in ([], [chunk()])),
+        *((streamed(piece, end=False), errors.ConnectionLostError) for piece in (chunk(), chunk()[:-9])),
+        *((answer, errors.ConnectionLostError) for answer in (streamed()[:40], b"")),
         (b"SSH-2.0-OpenSSH\r\n", errors.UnreachableError),
         (streamed(chunk(), "data: {\n\n", DONE), errors.UnreachableError),
         (streamed(chunk(), 'data: {"object": "moon"}\n\n', DONE), errors.UnreachableError),

@@ -1,17 +1,13 @@
 """Small ASGI applications, and clients that send them raw bytes at any speed, valid or not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http import Limits
-from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
+from lmx_lab.http.uvicorn_server import bind, serve
 from lmx_lab.wire.errors import ErrorBody
 from tests.support.waiting import WAIT_S
 
@@ -24,7 +20,6 @@ HANDSHAKE = (
     b"GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
     b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
-App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -34,24 +29,24 @@ class RawClient:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def send(self, data: bytes) -> None:
+    def send(self, data):
         self.writer.write(data)
 
-    async def read_response(self) -> bytes:
+    async def read_response(self):
         """Read one response with a Content-Length."""
         async with asyncio.timeout(WAIT_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             sizes = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
             return head + await self.reader.readexactly(int(sizes[0] if sizes else 0))
 
-    async def read_to_end(self, drip: bytes = b"") -> bytes:
+    async def read_to_end(self, drip=b""):
         """Read until the server closes the connection, and send ``drip`` repeatedly meanwhile.
 
         If ``drip`` is sent when the server has closed the connection, the system resets it.
         """
         received = b""
 
-        async def read() -> None:
+        async def read():
             nonlocal received
             with contextlib.suppress(ConnectionResetError):
                 while piece := await self.reader.read(2**16):
@@ -66,7 +61,7 @@ class RawClient:
 
 
 @asynccontextmanager
-async def running(app: App, limits: Limits | None = None, **options: Any) -> AsyncIterator[RunningServer]:
+async def running(app, limits=None, **options):
     host = await serve(app, bind("127.0.0.1", 0, explicit=True), limits=limits, **options)
     try:
         yield host
@@ -75,7 +70,7 @@ async def running(app: App, limits: Limits | None = None, **options: Any) -> Asy
 
 
 @asynccontextmanager
-async def connect_raw(host: RunningServer) -> AsyncIterator[RawClient]:
+async def connect_raw(host):
     client = RawClient(*await asyncio.open_connection("127.0.0.1", host.port))
     try:
         yield client
@@ -86,7 +81,7 @@ async def connect_raw(host: RunningServer) -> AsyncIterator[RawClient]:
 
 
 @asynccontextmanager
-async def open_socket(host: RunningServer, path: str = "/") -> AsyncIterator[RawClient]:
+async def open_socket(host, path="/"):
     """Open a WebSocket. The block has a time limit."""
     async with connect_raw(host) as client, asyncio.timeout(3 * WAIT_S):
         client.send(HANDSHAKE.replace(b"/", path.encode(), 1))
@@ -94,7 +89,7 @@ async def open_socket(host: RunningServer, path: str = "/") -> AsyncIterator[Raw
         yield client
 
 
-def check_timeout_error(answer: bytes) -> str:
+def check_timeout_error(answer):
     """Check that an answer is the error of a request that arrives too slowly, and return its message."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
@@ -104,19 +99,19 @@ def check_timeout_error(answer: bytes) -> str:
     return error.message
 
 
-async def lifespan(receive: Any, send: Any) -> None:
+async def lifespan(receive, send):
     for what in ("startup", "shutdown"):
         await receive()
         await send({"type": f"lifespan.{what}.complete"})
 
 
-async def respond(send: Any, text: bytes = b"", status: int = 200) -> None:
+async def respond(send, text=b"", status=200):
     headers = [(b"content-length", str(len(text)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text})
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
+async def app(scope, receive, send):
     """Respond with the number of bytes of a body, and to messages of a WebSocket with their text or, at ``/length``,
     with their number of characters.
     """
@@ -147,7 +142,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         await respond(send, str(size).encode())
 
 
-async def answer_to(*pieces: str) -> bytes:
+async def answer_to(*pieces):
     """Send a request in pieces, and read until the connection is closed, or until the end of the response head."""
     async with running(app) as host, connect_raw(host) as client:
         for piece in pieces:
