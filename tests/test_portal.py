@@ -73,11 +73,6 @@ def test_a_server_on_a_thread_works_while_its_caller_is_busy(thread):
     assert (thread._thread.daemon, thread._thread.name) == (True, "lmx-lab-server")
 
 
-def test_an_error_at_startup_on_a_thread_is_raised_in_the_caller(thread):
-    with pytest.raises(HostingError, match="no such model"):
-        thread.run(serve(HealthApp(fail_at="startup"), bind("127.0.0.1", 0, explicit=True)))
-
-
 def test_a_blocking_call_on_its_own_event_loop_is_an_error(thread):
     async def misuse():
         return thread.run(asyncio.sleep(0))

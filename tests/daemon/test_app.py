@@ -1,13 +1,10 @@
-"""Access to the daemon over HTTP and WebSocket, and where its token must not appear."""
-
-import logging
+"""Access to the daemon over HTTP and WebSocket."""
 
 import httpx2
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from lmx_lab.http.uvicorn_server import recent_logs
-from tests.support.daemons import WAIT_S, client, frames_until, serving
+from tests.support.daemons import WAIT_S, frames_until, serving
 
 pytestmark = pytest.mark.anyio
 ALLOWED = "http://localhost:3000"
@@ -54,7 +51,8 @@ def test_only_health_needs_no_token_and_it_reveals_nothing_else(daemon):
     assert (error["code"], "state.json" in error["message"]) == ("unauthorized", True)
 
 
-# All combinations of hosts, origins and tokens are in ``tests/security/test_access.py``.
+# All combinations of hosts, origins and tokens are in ``tests/security/test_access.py``. The places where the token
+# must not appear are in ``tests/security/test_secrets.py``.
 
 
 async def test_an_allowed_host_may_have_any_port(daemon):
@@ -74,40 +72,3 @@ async def test_an_allowed_origin_may_use_all_methods(daemon):
     right = f"Bearer {daemon.token}"
     assert get(daemon, origin=ALLOWED, authorization=right).headers["access-control-allow-origin"] == ALLOWED
     assert await handshake(daemon, f"?token={daemon.token}", Origin=ALLOWED) == 101
-
-
-@pytest.mark.slow
-async def test_the_token_is_in_no_log_repr_or_answer(daemon, caplog):
-    token = daemon.token
-    seen = []
-
-    class Everything(logging.Handler):
-        def emit(self, record):
-            seen.append(self.format(record) + repr(record.args) + str(record.msg))
-
-    handler, logger = Everything(), logging.getLogger("uvicorn.error")
-    level = logger.level
-    logger.addHandler(handler)
-    # At the level DEBUG, the library of the protocol logs each header.
-    logger.setLevel(logging.DEBUG)
-    try:
-        assert await handshake(daemon, f"?token={token}") == 101
-        assert await handshake(daemon, f"?a=%22&%74oken={token}") == 400
-        assert await handshake(daemon, f"?token={token}x") == 401
-        assert await handshake(daemon, f"?token={token}", Origin="http://evil.example") == 403
-        assert await handshake(daemon, Authorization=f"Bearer {token}") == 101
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-    assert any('"WebSocket /v3/events?' in line for line in seen), "the handshake was logged"
-    told = [*seen, *recent_logs(), *caplog.messages, repr(daemon), repr(vars(daemon)), repr(daemon.settings)]
-    told += [path.read_text(errors="replace") for path in daemon.folder.glob("daemon.log*")]
-    with client(daemon) as http:
-        told += [http.get(path).text for path in ("/v3/daemon", "/v3/openapi.json", "/v3/events?after=0")]
-    assert not [text[:200] for text in told if token in text]
-
-
-def test_only_the_user_can_read_the_daemons_files(daemon):
-    assert daemon.folder.stat().st_mode & 0o777 == 0o700
-    for name in ("state.json", "daemon.lock", "daemon.db", "daemon.log"):
-        assert (daemon.folder / name).stat().st_mode & 0o077 == 0, name

@@ -79,6 +79,24 @@ def test_the_key_is_in_no_log_or_response_of_the_server(keyed_lab):
     assert found(KEY, *logged, *recent_logs(), *answers) == []
 
 
+@pytest.mark.slow
+def test_the_token_is_in_no_log_response_or_repr_of_the_daemon(daemon):
+    token = daemon.token
+    queries = {"": 401, f"?token={token}": 101, f"?a=%22&%74oken={token}": 400, f"?token={token}x": 401}
+    right, foreign = ("Authorization", f"Bearer {token}"), ("Origin", "http://evil.example")
+    with listening("uvicorn.error", "uvicorn.access", "lmx_lab", "asyncio") as logged:
+        answers = [send(daemon.port, f"GET /v3/events{query}", HANDSHAKE) for query in queries]
+        assert [answer.status for answer in answers] == list(queries.values())
+        for more in ([right], [right, foreign]):
+            answers.append(send(daemon.port, "GET /v3/events", [*HANDSHAKE, *more]))
+        for path in ("/v3/daemon", "/v3/openapi.json", "/v3/events?after=0"):
+            answers.append(send(daemon.port, f"GET {path}", [right]))
+    assert any('"WebSocket /v3/events?' in line for line in logged), "the handshakes were logged"
+    files = [path.read_text(errors="replace") for path in daemon.folder.glob("daemon.log*")]
+    shown = [repr(daemon), repr(vars(daemon)), repr(daemon.settings)]
+    assert found(token, *logged, *recent_logs(), *answers, *files, *shown) == []
+
+
 def test_the_key_is_in_no_repr_panel_or_report(keyed_lab, tmp_path):
     shown_ones = [keyed_lab, keyed_lab.settings, vars(keyed_lab), vars(keyed_lab.server), keyed_lab.server.services]
     texts = [repr(each) for each in shown_ones] + [str(keyed_lab.settings)]
