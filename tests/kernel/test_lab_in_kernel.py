@@ -1,8 +1,10 @@
 """Test labs in real kernels on both loops, on MLX where it matters. Tests that do not stop a kernel share it."""
 
 import http.client
+import socket
 import subprocess
 import sys
+from queue import Empty
 
 import httpx2
 import pytest
@@ -10,11 +12,12 @@ import pytest
 from tests.support.kernels import Notebook, healthz
 
 SETUP = """
-import asyncio, os, threading, psutil, lmx_lab
+import asyncio, os, signal, threading, psutil, lmx_lab
 from lmx_lab.notebook import local
 from lmx_lab.engine import ModelManager
 
 hi = "hi " * 4000  # echo repeats it for some seconds
+first_handler = signal.getsignal(signal.SIGINT)
 
 def listening():
     return [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
@@ -209,6 +212,38 @@ def test_the_stop_button_ends_the_generation_and_the_next_one_works(notebook, bo
     assert notebook.run("print(settled(), lab.chat('hi', max_tokens=2).usage.completion_tokens)") == "True 2"
 
 
+def test_the_stop_button_cancels_a_blocking_call_after_an_await(lab):
+    output = lab.interrupt("""
+        async def forever():
+            print("started", flush=True)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.01)
+                print("cancelled", flush=True)
+        await asyncio.sleep(0)
+        lab.server.thread.run(forever())
+    """)
+    assert ("cancelled" in output.text, output.error) == (True, "KeyboardInterrupt")
+    assert healthz(lab.port) == 200
+
+
+def test_the_kernel_keeps_its_handler_of_sigint(lab):
+    assert lab.run("print(signal.getsignal(signal.SIGINT) == first_handler)") == "True"
+    assert lab.interrupt("print('started', flush=True)\nwhile True: pass").error == "KeyboardInterrupt"
+
+
+def test_nothing_is_logged_into_cells(lab):
+    healthz(lab.port)
+    with socket.create_connection(("127.0.0.1", lab.port)) as client:
+        client.sendall(b"not http\r\n\r\n")
+        client.recv(65536)
+    lab.run("lab.stop()")
+    with pytest.raises(Empty):
+        lab.client.get_iopub_msg(timeout=0.2)
+    assert "Invalid HTTP" in lab.run("from lmx_lab.http.uvicorn_server import recent_logs; print(recent_logs())")
+
+
 def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook):
     # The complete answer takes minutes.
     notebook.run(launch(notebook, "model='echo', port=0, echo_tokens_per_s=20"))
@@ -230,14 +265,6 @@ def test_the_stop_button_ends_the_wait_for_an_unload_which_continues(notebook):
     assert "echo: unloaded, 0.00 GB freed" in output.shown[-2]["text/plain"]
     assert notebook.fail("list(pieces)").error == "NotLoadedError"
     assert notebook.run("print(lab.server.engine.snapshot.model, lab.unload())") == "None 0.00 GB freed"
-
-
-def test_other_clients_are_answered_while_a_cell_chats(lab):
-    lab.start("print('started', flush=True)\nwhile True: lab.chat(hi)")
-    lab.read(until="started")
-    assert healthz(lab.port) == 200
-    lab.manager.interrupt_kernel()
-    assert lab.read().error == "KeyboardInterrupt"
 
 
 def test_a_lab_is_a_context_and_awaitable(notebook):
@@ -286,7 +313,6 @@ def test_a_load_shows_its_download_in_the_calling_cell_only(lab):
     lab.run("lab.stop()")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("mode", ["kernel", "thread"])
 def test_a_kernel_that_has_generated_exits_with_zero_and_frees_its_port(fresh_notebook, mode):
     fresh_notebook.run("import lmx_lab")
