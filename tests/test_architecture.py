@@ -1,7 +1,5 @@
 """The import table: who may import whom inside the package, and which outside packages belong to whom."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -159,20 +157,11 @@ FOREIGN = {"constants", "huggingface_hub.constants", "paths", "report", "program
 tests and of pytest."""
 SET_BY_TESTS = {
     # Devices, files and failures that this machine cannot produce.
-    "engine/cpu_blas/test_openblas.py: _protection",
-    "engine/cpu_blas/test_openblas.py: _median_product_s",
-    "engine/test_find.py: CUDA_DEVICES",
-    "instrument/test_probes.py: _file",
-    # Processes that hang or are slow at one place, or use too much memory.
-    "engine/conftest.py: _advance",
-    "engine/llama_cpp/test_process.py: _load",
-    "engine/llama_cpp/test_process.py: _max_bytes",
-    "engine/llama_cpp/test_quantize.py: _run_worker",
-    "faults/test_hanging_load.py: SCRIPT",
-    "security/test_chat_templates.py: EXTRA_BYTES",
-    "support/commands.py: _end_late",
-    # A loop that must not be used, and a name on the network of one test alone.
-    "cli/test_labs.py: SERVICE",
+    *("engine/cpu_blas/test_openblas.py: _protection", "engine/cpu_blas/test_openblas.py: _median_product_s"),
+    *("engine/test_find.py: CUDA_DEVICES", "instrument/test_probes.py: _file", "engine/conftest.py: _advance"),
+    *("engine/llama_cpp/test_process.py: _load", "engine/llama_cpp/test_process.py: _max_bytes"),
+    *("engine/llama_cpp/test_quantize.py: _run_worker", "faults/test_hanging_load.py: SCRIPT"),
+    *("security/test_chat_templates.py: EXTRA_BYTES", "support/commands.py: _end_late", "cli/test_labs.py: SERVICE"),
 }
 """The exceptions of ``test_no_test_sets_a_constant_or_a_private_attribute``."""
 
@@ -184,7 +173,7 @@ class Import:
     line: int
     lazy: bool
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"lmx_lab/{self.module.replace('.', '/')}.py:{self.line} imports {self.target}"
 
 

@@ -35,12 +35,7 @@ def test_token_ids_of_one_text(value):
 
 @pytest.mark.parametrize(
     "value",
-    [
-        [[101, 102], [3, 4]],
-        [(101, 102), (3, 4)],
-        np.array([[101, 102], [3, 4]]),
-        [np.array([101, 102]), range(3, 5)],
-    ],
+    [[[101, 102], [3, 4]], [(101, 102), (3, 4)], np.array([[101, 102], [3, 4]]), [np.array([101, 102]), range(3, 5)]],
 )
 def test_token_ids_of_several_texts(value):
     assert embeddings_body(value, model=None).input == [[101, 102], [3, 4]]
@@ -59,12 +54,7 @@ def test_texts_can_be_in_any_container(value):
     [
         (pd.DataFrame({"text": ["a"]}), "a data frame; pass one of its columns"),
         ({"text": "a"}, "pass a list of texts"),
-        (b"ab", "pass a list of texts"),
-        (bytearray(b"ab"), "pass a list of texts"),
-        (memoryview(b"ab"), "pass a list of texts"),
-        (np.array("ab"), "pass a list of texts"),
-        (None, "pass a list of texts"),
-        (5, "pass a list of texts"),
+        *((value, "pass a list") for value in (b"ab", bytearray(b"ab"), memoryview(b"ab"), np.array("ab"), None, 5)),
         ([b"ab"], "decode them to text"),
         ([], "has 0 items; send at least 1"),
         ([None], r"\.0: "),

@@ -35,10 +35,7 @@ def test_the_docstring_of_the_long_runs_describes_each_part():
     [
         pytest.param([Timeline(times=[1.0, 1.5, 2.0, 2.5, 3.0], tokens=5)], id="without the first token"),
         pytest.param(
-            [
-                Timeline(times=[0.0, 0.1, 1.0, 2.0, 3.0], tokens=5),
-                Timeline(times=[1.0, 2.0, 3.0, 3.1, 3.2], tokens=5),
-            ],
+            [Timeline(times=[0.0, 0.1, 1.0, 2.0, 3.0], tokens=5), Timeline(times=[1.0, 2.0, 3.0, 3.1, 3.2], tokens=5)],
             id="only while all streams decode",
         ),
         pytest.param([Timeline(times=[1.0, 2.0, 3.0], tokens=6)], id="pieces of two tokens"),
@@ -198,11 +195,7 @@ def test_a_figure_can_be_measured_again_in_an_earlier_run(folder, monkeypatch):
         Row(figure="again", case="a case", model="tiny", value=2.0, limit=Limit(sign="≤", bound=3)),
         Row(figure="known", case="", model="-", value=0.7),
     ]
-    monkeypatch.setitem(
-        program.FIGURES,
-        "failing",
-        figure("again", lambda bench: found),
-    )
+    monkeypatch.setitem(program.FIGURES, "failing", figure("again", lambda bench: found))
     assert program.main(["--only", "failing", "--into", str(kept)]) == 1
     rows = json.loads(kept.read_text())["rows"]
     assert [(row["figure"], row["verdict"]) for row in rows] == [
@@ -222,16 +215,7 @@ def test_a_figure_can_be_measured_again_in_an_earlier_run(folder, monkeypatch):
 def test_requests_and_memory_of_a_running_server_are_measured():
     """A busy machine may miss a limit, so only the measured rows count and not the exit status."""
     command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "--quick",
-        "--model",
-        "tiny",
-        "--only",
-        "disconnect",
-        "--only",
-        "leak",
+        *(sys.executable, "-m", "benchmarks", "--quick", "--model", "tiny", "--only", "disconnect", "--only", "leak"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=paths.ROOT)
     assert re.findall(r"^(\w+), tiny: ", done.stdout, re.MULTILINE) == ["disconnect", "leak"], done.stderr

@@ -9,6 +9,7 @@ import pytest
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.settings import Settings
+from tests.support.asking import each_value
 
 
 def test_arguments_take_precedence_over_the_environment_and_the_environment_over_defaults():
@@ -38,30 +39,19 @@ def test_variables_are_converted_to_the_types_of_the_settings():
     assert settings.daemon_folder == Path.home() / "lab" / "daemon"
 
 
+VARIABLES = [
+    *each_value(LMX_LAB_PORT=["eighty"], LMX_LAB_DOWNLOADS=["maybe"], LMX_LAB_DAEMON_PORT=["high"]),
+    *each_value(LMX_LAB_PREFIX_CACHE_BYTES=["1 GB"]),
+]
+VALUES = [
+    *each_value(port=["eighty", 70000], slots=[0, 2.9], host=[""], daemon_host=[" "], daemon_port=[-1], swap=["maybe"]),
+    *each_value(colour=["blue"], log_level=["loud"], drain_s=[-1, float("nan")], idle_unload_s=[0, "soon"]),
+    *each_value(prefix_cache_bytes=[-1], announce_name=["kitchen"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("environ", "overrides"),
-    [
-        ({"LMX_LAB_PORT": "eighty"}, {}),
-        ({"LMX_LAB_DOWNLOADS": "maybe"}, {}),
-        ({}, {"port": "eighty"}),
-        ({}, {"colour": "blue"}),
-        ({}, {"slots": 0}),
-        ({}, {"slots": 2.9}),
-        ({}, {"host": ""}),
-        ({}, {"log_level": "loud"}),
-        ({}, {"drain_s": -1}),
-        ({}, {"port": 70000}),
-        ({}, {"daemon_port": -1}),
-        ({}, {"daemon_host": " "}),
-        ({"LMX_LAB_DAEMON_PORT": "high"}, {}),
-        ({}, {"drain_s": float("nan")}),
-        ({}, {"idle_unload_s": 0}),
-        ({}, {"idle_unload_s": "soon"}),
-        ({}, {"swap": "maybe"}),
-        ({}, {"prefix_cache_bytes": -1}),
-        ({"LMX_LAB_PREFIX_CACHE_BYTES": "1 GB"}, {}),
-        ({}, {"announce_name": "kitchen"}),
-    ],
+    ("environ", "overrides"), [*((given, {}) for given, _ in VARIABLES), *(({}, given) for given, _ in VALUES)]
 )
 def test_the_error_about_an_invalid_value_names_the_setting(environ, overrides):
     name = next(iter([*environ, *overrides]))

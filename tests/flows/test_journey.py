@@ -17,12 +17,9 @@ from tests.support.asking import chat_body
 from tests.support.labs import serving, wait_until_idle
 
 HANDOVERS = {
-    "http.connections.HttpProtocol.data_received",
-    "http.streaming.while_connected",
-    "http.streaming.EventStream.stream_response",
-    "http.streaming.SendWatch.send",
-    "http.middleware.ResponseHeaders.__call__.<locals>.send_with_headers",
-    "engine.stream.Mailbox.deliver",
+    *("http.connections.HttpProtocol.data_received", "http.streaming.while_connected"),
+    *("http.streaming.EventStream.stream_response", "http.streaming.SendWatch.send"),
+    *("http.middleware.ResponseHeaders.__call__.<locals>.send_with_headers", "engine.stream.Mailbox.deliver"),
     "engine.stream.Answer.__anext__",
 }
 """Functions that pass on a request or a token."""

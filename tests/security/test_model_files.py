@@ -315,12 +315,7 @@ def test_names_of_parts_cannot_be_paths(catalog, models):
 
 def test_malicious_file_names_of_a_hub_are_rejected(tmp_path):
     names = (
-        "../evil.gguf",
-        "a/../../evil.gguf",
-        "/tmp/lmx-lab-evil.gguf",
-        "..",
-        "a/b/evil.gguf",
-        "..\\evil.gguf",
+        *("../evil.gguf", "a/../../evil.gguf", "/tmp/lmx-lab-evil.gguf", "..", "a/b/evil.gguf", "..\\evil.gguf"),
         "e\0.gguf",
     )
     hub = Hub({name: gguf(0, 0) + bytes(64) for name in names})

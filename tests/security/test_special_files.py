@@ -25,19 +25,9 @@ MUCH = 2**29
 AT_ONCE = 40
 """Number of requests, more than the threads of a thread pool."""
 READ = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "model.safetensors.index.json",
-    "modules.json",
-    "hf_quant_config.json",
-    "vocab.bpe",
-    "1_Pooling/config.json",
-    "2_Dense/model.safetensors",
+    *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    *("special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json", "modules.json"),
+    *("hf_quant_config.json", "vocab.bpe", "1_Pooling/config.json", "2_Dense/model.safetensors"),
     "additional_chat_templates/tools.jinja",
 )
 """Files that the lab, mlx-lm or transformers read."""

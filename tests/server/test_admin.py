@@ -70,11 +70,7 @@ def test_messages_lose_paths_and_keep_routes_and_addresses(text, public):
         (EngineSnapshot(), "no-model-loaded", "POST /admin/models/load"),
         (EngineSnapshot(state="loading"), "no-model-loaded", "a model is being loaded"),
         (EngineSnapshot(unloaded_model="tiny", unload_cause="requested"), "no-model-loaded", "tiny was unloaded; load"),
-        (
-            EngineSnapshot(unloaded_model="tiny", unload_cause="idle"),
-            "no-model-loaded",
-            "was idle; load it again",
-        ),
+        (EngineSnapshot(unloaded_model="tiny", unload_cause="idle"), "no-model-loaded", "was idle; load it again"),
         (EngineSnapshot(unloaded_model="tiny", unload_cause="memory"), "oom-unloaded", "load it again, or a smaller"),
         # While a model is loading, the earlier state is not mentioned.
         (

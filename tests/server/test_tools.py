@@ -127,11 +127,7 @@ LARGE = {"description": "x" * 140_000}
         ({"tool_choice": {"type": "tool", "name": "see"}, "tools": [function()]}, "tool_choice", ["'see'", "'look'"]),
         ({"tool_choice": 5, "tools": [function()]}, "tool_choice", ["'required'", '{"type": "function"']),
         ({"tool_choice": {"type": "function"}, "tools": [function()]}, "tool_choice.function", ["required"]),
-        (
-            {"tool_choice": {"type": "allowed_tools"}, "tools": [function()]},
-            "tool_choice.allowed_tools",
-            ["required"],
-        ),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [function()]}, "tool_choice.allowed_tools", ["required"]),
         (
             {"tool_choice": {"type": "allowed_tools", "tools": [function("see")]}, "tools": [function()]},
             "tool_choice",

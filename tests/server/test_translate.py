@@ -144,18 +144,10 @@ def test_a_prompt_is_text_or_tokens_one_or_several(prompt, expected):
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
-        ([], "prompt"),
-        (None, "prompt"),
-        (5, "prompt"),
-        ([1, -1], "prompt.1"),
-        ([1, "a"], "prompt.1"),
-        (["a", 1], "prompt.1"),
-        ([[1], []], "prompt.1"),
+        *((prompt, "prompt") for prompt in ([], None, 5, ["a"] * 1025, ["x"] * 1_000_000)),
+        *((prompt, "prompt.0") for prompt in ([True], [1.5] * 1_000_000)),
+        *((prompt, "prompt.1") for prompt in ([1, -1], [1, "a"], ["a", 1], [[1], []])),
         ([[1], ["a"]], "prompt.1.0"),
-        ([True], "prompt.0"),
-        (["a"] * 1025, "prompt"),
-        (["x"] * 1_000_000, "prompt"),
-        ([1.5] * 1_000_000, "prompt.0"),
     ],
 )
 def test_the_error_of_an_invalid_prompt_names_it(prompt, param):

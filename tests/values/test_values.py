@@ -70,11 +70,7 @@ def test_an_unknown_option_of_a_load_is_refused_with_the_known_ones(name, error,
 
 def test_numbers_of_numpy_and_paths_are_options_of_a_load():
     given = {"context_length": np.int64(4096), "deterministic": np.True_, "draft": Path("models/small")}
-    assert load_spec("tiny", given).options == {
-        "context_length": 4096,
-        "deterministic": True,
-        "draft": "models/small",
-    }
+    assert load_spec("tiny", given).options == {"context_length": 4096, "deterministic": True, "draft": "models/small"}
 
 
 def test_the_report_of_a_load_is_a_sentence():

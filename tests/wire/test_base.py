@@ -143,16 +143,8 @@ Bounded = Annotated[list[str], FailFast(), Field(max_length=5)]
 @pytest.mark.parametrize(
     "model",
     [
-        list[int],
-        dict[str, Any],
-        set[str] | None,
-        tuple[int, ...],
-        Inner,
-        Inner | None,
-        Keys,
-        JsonValue,
-        Annotated[list[str], Field(max_length=5)],
-        Annotated[list[str], FailFast()],
+        *(list[int], dict[str, Any], set[str] | None, tuple[int, ...], Inner, Inner | None, Keys, JsonValue),
+        *(Annotated[list[str], Field(max_length=5)], Annotated[list[str], FailFast()]),
         Annotated[list[list[str]], FailFast(), Field(max_length=5)],
         Annotated[dict[str, list[str]], FailFast(), Field(max_length=5)],
     ],

@@ -15,6 +15,7 @@ from lmx_lab.daemon.storage.store import Store
 from lmx_lab.errors import InvalidRequestError, McpServerExistsError, McpServerNotFoundError, StoppingError
 from lmx_lab.portal import LoopThread
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig, McpServerRecord
+from tests.support.asking import each_value
 from tests.support.mcp import HOSTILE, RUN, SECRET, McpHarness, hostile, killed_daemon, left_over, quick
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -184,17 +185,12 @@ async def test_a_permission_is_changed_without_a_restart_and_denied_tools_are_no
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"cwd": "/no/such/folder"}, "cwd"),
-        ({"command": str(HOSTILE)}, "command"),
-        ({"command": "/"}, "command"),
-        ({"args": ("a\0b",)}, "args"),
-        ({"env": {"A=B": "1"}}, "env"),
-        ({"env": {"A": "1\0"}}, "env"),
-        ({"env": {"A": "***"}}, "env"),
-        ({"transport": "http", "command": None, "url": "ftp://host/"}, "url"),
-        ({"transport": "http", "command": None, "url": "http:///path"}, "url"),
-        ({"transport": "http", "command": None, "url": "http://me:hunter2@host/"}, "url"),
-        ({"transport": "http", "command": None, "url": "http://host:99999/"}, "url"),
+        *each_value(cwd=["/no/such/folder"], command=[str(HOSTILE), "/"], args=[("a\0b",)]),
+        *each_value(env=[{"A=B": "1"}, {"A": "1\0"}, {"A": "***"}]),
+        *(
+            ({"transport": "http", "command": None, "url": url}, "url")
+            for url in ("ftp://host/", "http:///path", "http://me:hunter2@host/", "http://host:99999/")
+        ),
         ({"transport": "http", "command": None, "url": "http://host/", "headers": {"A": "1\r\nB: 2"}}, "headers"),
     ],
 )

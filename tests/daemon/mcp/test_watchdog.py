@@ -67,10 +67,7 @@ async def server():
     # Unique, because other runs of the tests end the processes with their mark.
     mark = secrets.token_hex(16)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-c", STUBBORN),
-        stdout=subprocess.PIPE,
-        env={MARK: mark},
-        start_new_session=True,
+        *(sys.executable, "-I", "-c", STUBBORN), stdout=subprocess.PIPE, env={MARK: mark}, start_new_session=True
     )
     await process.stdout.readline()
     root = root_of_child(process.pid, mark)

@@ -1,5 +1,6 @@
 """The routes of the daemon itself and of sessions, and strict query parameters, bodies and ids on all routes."""
 
+from itertools import product
 from urllib.parse import quote
 
 import pytest
@@ -105,19 +106,13 @@ def test_an_invalid_body_is_refused(http, content, kind, status, code):
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("PATCH", "/v3/sessions/none"),
-        ("POST", "/v3/sessions/none/fork"),
-        ("POST", "/v3/sessions/none/turns"),
-        ("POST", "/v3/sessions/none/cancel"),
-        ("POST", "/v3/permissions/none"),
-        ("POST", "/v3/mcp/servers"),
-        ("POST", "/v3/mcp/test"),
-        ("PATCH", "/v3/mcp/servers/none"),
-        ("POST", "/v3/daemon/shutdown"),
+        *product(["PATCH"], ["sessions/none", "mcp/servers/none"]),
+        *product(["POST"], ["sessions/none/fork", "sessions/none/turns", "sessions/none/cancel", "permissions/none"]),
+        *product(["POST"], ["mcp/servers", "mcp/test", "daemon/shutdown"]),
     ],
 )
 def test_no_route_accepts_unknown_fields(http, method, path):
-    refused(http.request(method, path, json={"no_such_field": 1}), 400, "invalid-request")
+    refused(http.request(method, f"/v3/{path}", json={"no_such_field": 1}), 400, "invalid-request")
 
 
 def test_the_state_of_the_daemon_contains_ids_and_limits(http, daemon):

@@ -57,10 +57,7 @@ async def test_generated_ids_are_unique(store):
 
 
 async def test_a_session_can_be_created_with_a_history(store):
-    history = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "hi", "turn_id": "of_elsewhere"},
-    ]
+    history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi", "turn_id": "of_elsewhere"}]
     made = await create(store, messages=history, metadata={"a": [1, None]}, tools=["time__*"])
     shown = await store.read(lambda r: sessions.read_snapshot(r, made.session_id))
     assert [(m.role, m.content, m.turn_id) for m in shown.messages] == [

@@ -111,12 +111,9 @@ async def test_a_damaged_database_is_reported_and_not_changed(tmp_path, damage):
     store = await Store.open(path)
     await store.close()
     whole = path.read_bytes()
-    content = {
-        "other": b"no database " * 1000,
-        "empty": b"",
-        "half": whole[: len(whole) // 2],
-        "cut off": whole[:-1],
-    }[damage]
+    content = {"other": b"no database " * 1000, "empty": b"", "half": whole[: len(whole) // 2], "cut off": whole[:-1]}[
+        damage
+    ]
     path.write_bytes(content)
     with pytest.raises(HostingError, match=r"is damaged .*move it away"):
         await Store.open(path)
