@@ -91,7 +91,7 @@ class _LineHandler(logging.Handler):
 @contextlib.contextmanager
 def print_requests() -> Iterator[None]:
     """Within the block, print one line to standard output whenever a request to the server ends."""
-    logger, handler = logging.getLogger("lmx_lab.server.inference"), _LineHandler()
+    logger, handler = logging.getLogger("lmx_lab.server.requests"), _LineHandler()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -110,5 +110,5 @@ def start_logging(level: str) -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     # The server's own lines for requests are printed without --quiet, not logged.
-    for name in ("httpx", "httpx2", "httpcore2", "filelock", "lmx_lab.server.inference"):
+    for name in ("httpx", "httpx2", "httpcore2", "filelock", "lmx_lab.server.requests"):
         logging.getLogger(name).setLevel(logging.WARNING)

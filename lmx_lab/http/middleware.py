@@ -51,12 +51,12 @@ FIXED_HEADERS = (
 )
 
 
-class RequestObserver(Protocol):
+class ExchangeObserver(Protocol):
     """Receives the begin and end of each request, including requests that are refused before they reach a route."""
 
-    def begin(self, scope: Scope) -> None: ...
+    def begin_exchange(self, scope: Scope) -> None: ...
 
-    def end(self, scope: Scope, status: int | None) -> None:
+    def end_exchange(self, scope: Scope, status: int | None) -> None:
         """Handle the end of a request, when the response was sent. The status is None if there was no response."""
 
 
@@ -65,7 +65,7 @@ def wrap_app(
     policy: Callable[[], GuardPolicy],
     *,
     methods: Sequence[str] = ("GET", "POST"),
-    observers: Sequence[RequestObserver] = (),
+    observer: ExchangeObserver | None = None,
     error_forms: Mapping[str, errors.ErrorForm] = MappingProxyType({}),
     limits: Limits | None = None,
 ) -> ASGIApp:
@@ -86,7 +86,7 @@ def wrap_app(
     api.add_exception_handler(ClientDisconnect, errors.on_disconnect)
     api.add_exception_handler(Exception, errors.on_bug)
     guarded = Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods)
-    return ResponseHeaders(guarded, observers, error_forms, trim_s=limits.trim_s)
+    return ResponseHeaders(guarded, observer, error_forms, trim_s=limits.trim_s)
 
 
 class Cors(CORSMiddleware):
@@ -128,14 +128,14 @@ class ResponseHeaders:
     def __init__(
         self,
         app: ASGIApp,
-        observers: Sequence[RequestObserver],
+        observer: ExchangeObserver | None,
         error_forms: Mapping[str, errors.ErrorForm],
         *,
         trim_s: float,
     ) -> None:
         self._app = app
         self._error_forms = error_forms
-        self._observers = observers
+        self._observer = observer
         self._trim_s = trim_s
         self._trim_at = 0.0
 
@@ -167,13 +167,13 @@ class ResponseHeaders:
                 message = {**message, "headers": headers}
             await send(message)
 
-        for observer in self._observers:
-            observer.begin(scope)
+        if self._observer is not None:
+            self._observer.begin_exchange(scope)
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            for observer in self._observers:
-                observer.end(scope, status)
+            if self._observer is not None:
+                self._observer.end_exchange(scope, status)
             # Clients that ask for the state every second do not postpone it.
             if (now := time.monotonic()) >= self._trim_at:
                 self._trim_at = now + self._trim_s

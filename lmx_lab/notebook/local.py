@@ -515,10 +515,10 @@ class LocalBackend:
         return self._services.inference.timelines.read(last_s, most=most)
 
     async def clients(self) -> Sequence[RunningRequest]:
-        return self._services.inference.running.read()
+        return self._services.inference.requests.read()
 
     async def stop_request(self, id_: str) -> str:
-        return self._services.inference.running.stop(id_)
+        return self._services.inference.requests.stop(id_)
 
     async def generate(self, request: ChatRequest, *, batch: bool = False, internal: bool = False) -> RunningAnswer:
         # Requests of a batch have an id, so that the row of a table leads to its record.

@@ -27,7 +27,7 @@ from lmx_lab.server.completions import completion_routes
 from lmx_lab.server.embeddings import embedding_routes
 from lmx_lab.server.events import ServerEvent, event_routes
 from lmx_lab.server.health import health_routes
-from lmx_lab.server.inference import InferenceService, RequestLog
+from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.messages import messages_error, messages_routes
 from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.ollama import ollama_error, ollama_routes
@@ -35,9 +35,9 @@ from lmx_lab.server.ollama_models import ollama_model_routes
 from lmx_lab.server.openapi import EXTRA_MODELS, SOCKETS
 from lmx_lab.server.pages import page_routes
 from lmx_lab.server.recording import Recording, SaveRecord
+from lmx_lab.server.requests import Requests, running_routes
 from lmx_lab.server.rerank import rerank_routes
 from lmx_lab.server.responses import responses_routes
-from lmx_lab.server.running import running_routes
 from lmx_lab.server.timelines import timeline_routes
 from lmx_lab.server.tokens import token_routes
 from lmx_lab.server.tracing import trace_routes
@@ -103,18 +103,21 @@ def create_server(
     manager.add_observer(feed.publish)
     manager.budget.add_observer(feed.publish)
     metrics = Metrics(manager)
-    request_log = RequestLog()
     spans: list[RequestSpans] = []
     if settings.otel != "off":
         with optional_imports(f"otel={settings.otel}"):
             # Imported here, because the SDK is optional.
             from lmx_lab.server.telemetry import RequestSpans
         spans.append(RequestSpans(content=settings.otel == "content"))
+    requests = Requests(
+        feed,
+        observers=[metrics.observe, *(each.observe for each in spans)],
+        exchange_observers=[each.observe_exchange for each in spans],
+    )
     inference = InferenceService(
         manager=manager,
-        feed=feed,
+        requests=requests,
         recording=Recording(cast(RecordMode, settings.record), save_record, dtype=settings.dtype),
-        observers=[metrics.observe, request_log.observe, *(each.observe for each in spans)],
         keep_answers=settings.otel == "content",
     )
     manager.add_observer(inference.timelines.observe_model)
@@ -139,7 +142,7 @@ def create_server(
     api.include_router(listing_routes(manager))
     api.include_router(admin_routes(manager))
     api.include_router(event_routes(manager=manager, feed=feed))
-    api.include_router(running_routes(inference.running))
+    api.include_router(running_routes(requests))
     api.include_router(timeline_routes(inference.timelines))
     api.include_router(trace_routes(manager))
     api.include_router(metrics_routes(metrics))
@@ -147,7 +150,7 @@ def create_server(
     asgi = wrap_app(
         api,
         policy,
-        observers=[request_log, *spans],
+        observer=requests,
         error_forms={"/v1/messages": messages_error, "/api/": ollama_error},
     )
     return InferenceServer(asgi=asgi, api=api, inference=inference, manager=manager, feed=feed, spans=spans)

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from lmx_lab.engine import ModelManager
 from lmx_lab.engine.lookup import public_id
-from lmx_lab.server.inference import RequestEnd
+from lmx_lab.server.requests import RequestEnd
 from lmx_lab.values.engine import COUNTERS
 from lmx_lab.values.outputs import GenerationReport
 

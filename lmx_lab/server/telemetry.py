@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +33,7 @@ from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.guard import Scope
 from lmx_lab.http.middleware import VERSION
-from lmx_lab.server.inference import RequestEnd
+from lmx_lab.server.requests import Exchange, RequestEnd
 from lmx_lab.values.outputs import EncodeReport, GenerationReport, merge_deltas
 from lmx_lab.values.timeline import phase_durations
 
@@ -49,23 +48,6 @@ OPERATIONS = {"embedding": "embeddings", "rerank": "rerank"}
 TEXTS = ("content", "response", "arguments")
 """Fields of a message part that contain text."""
 Attributes = dict[str, AttributeValue]
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """The end of a generation, an embedding or a rerank, with its times as Unix times in nanoseconds."""
-
-    end: RequestEnd
-    arrived_ns: int
-    ended_ns: int
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A request over HTTP or a WebSocket that is still running."""
-
-    began_ns: int
-    ends: list[_Ended] = field(default_factory=list)
 
 
 class RequestSpans:
@@ -98,7 +80,6 @@ class RequestSpans:
         self._endpoint = _endpoint(os.environ)
         _check_headers(os.environ)
         self._propagator = TraceContextTextMapPropagator()
-        self._running: dict[str, _Running] = {}
         self._is_open = False
         self.open()
 
@@ -131,37 +112,18 @@ class RequestSpans:
         EXPORTER_LOG.addFilter(self._exporter.is_logged)
         self._is_open = True
 
-    def begin(self, scope: Scope) -> None:
-        """Called at the start of a request over HTTP or a WebSocket."""
-        self._running[scope["lmx_lab.request_id"]] = _Running(time.time_ns())
-
     def observe(self, end: RequestEnd) -> None:
-        """Called at the end of each generation, embedding and rerank, on any thread."""
-        # The end is reported now, and the engine has measured the time since the arrival.
-        now_ns, now = time.time_ns(), time.perf_counter()
-        if end.steps is not None:
-            elapsed_s = now - end.steps.arrived_at
-        else:
-            elapsed_s = end.report.total_s if end.report is not None else 0.0
-        ended = _Ended(end, now_ns - round(elapsed_s * 1e9), now_ns)
-        running = self._running.get(end.event.request_id)
-        if running is not None:
-            running.ends.append(ended)
-        else:
-            self._export([ended], SpanKind.INTERNAL, Context(), {}, (ended.arrived_ns, ended.ended_ns))
+        """Export a generation, an embedding or a rerank that belongs to no exchange. May be called on any thread."""
+        if not end.in_exchange:
+            self._export([end], SpanKind.INTERNAL, Context(), {}, (end.began_at, end.ended_at))
 
-    def end(self, scope: Scope, status: int | None) -> None:
-        """Called at the end of a request.
-
-        Args:
-            status: The HTTP status; None if the client disconnected before the response.
-        """
-        running = self._running.pop(scope["lmx_lab.request_id"], None)
-        if running is None or not running.ends:
-            return
-        ends = sorted(running.ends, key=lambda each: each.end.event.index)
-        parent = self._propagator.extract(Headers(scope=scope), Context())
-        self._export(ends, SpanKind.SERVER, parent, http_attributes(scope, status), (running.began_ns, time.time_ns()))
+    def observe_exchange(self, exchange: Exchange, status: int | None) -> None:
+        """Export a request over HTTP or a WebSocket that has ended. The status is None if there was no response."""
+        if exchange.ends:
+            ends = sorted(exchange.ends, key=lambda each: each.event.index)
+            parent = self._propagator.extract(Headers(scope=exchange.scope), Context())
+            attributes = http_attributes(exchange.scope, status)
+            self._export(ends, SpanKind.SERVER, parent, attributes, (exchange.began_at, time.perf_counter()))
 
     def close(self) -> None:
         """Send the queued spans, which takes up to ``close_s``, and end the thread. Blocks. Idempotent."""
@@ -176,35 +138,42 @@ class RequestSpans:
             sending.join(self._last_attempt_s)
 
     def _export(
-        self, ends: Sequence[_Ended], kind: SpanKind, parent: Context, attributes: Attributes, times_ns: tuple[int, int]
+        self,
+        ends: Sequence[RequestEnd],
+        kind: SpanKind,
+        parent: Context,
+        attributes: Attributes,
+        times: tuple[float, float],
     ) -> None:
-        first, (began_ns, ended_ns) = ends[0].end, times_ns
+        # The times of spans are those of another clock.
+        offset_ns = time.time_ns() - round(time.perf_counter() * 1e9)
+        first, (began_at, ended_at) = ends[0], times
         attributes |= call_attributes(first)
         model = attributes.get("gen_ai.request.model", public_id(first.event.model, local=False))
         name = f"{attributes['gen_ai.operation.name']!s} {model!s}".rstrip()
-        span = self._tracer.start_span(name, parent, kind, attributes, start_time=min(began_ns, ends[0].arrived_ns))
+        began_ns = offset_ns + round(min(began_at, first.began_at) * 1e9)
+        span = self._tracer.start_span(name, parent, kind, attributes, start_time=began_ns)
         if span.is_recording():
             span.set_attributes(request_attributes(first))
-            span.set_attributes(answer_attributes([each.end for each in ends]))
+            span.set_attributes(answer_attributes(ends))
             if self.content:
-                span.set_attributes(content_attributes([each.end for each in ends]))
-            if (
-                code := next((each.end.event.code for each in ends if each.end.event.code is not None), None)
-            ) is not None:
+                span.set_attributes(content_attributes(ends))
+            if (code := next((each.event.code for each in ends if each.event.code is not None), None)) is not None:
                 span.set_attribute("error.type", code)
                 span.set_status(StatusCode.ERROR)
             inside = set_span_in_context(span, Context())
             # The attributes count all answers, but at most 16 have phases.
             for each in ends[:16]:
-                at_ns = each.arrived_ns
+                at = each.began_at
                 for phase, duration_s, details in _phases(each):
                     if len(ends) > 1:
-                        details["lmx.choice.index"] = each.end.event.index
+                        details["lmx.choice.index"] = each.event.index
                     if duration_s > 0:
-                        child: Span = self._tracer.start_span(phase, inside, attributes=details, start_time=at_ns)
-                        at_ns = min(at_ns + round(duration_s * 1e9), each.ended_ns)
-                        child.end(at_ns)
-        span.end(ended_ns)
+                        start_ns = offset_ns + round(at * 1e9)
+                        child: Span = self._tracer.start_span(phase, inside, attributes=details, start_time=start_ns)
+                        at = min(at + duration_s, each.ended_at)
+                        child.end(offset_ns + round(at * 1e9))
+        span.end(offset_ns + round(ended_at * 1e9))
 
 
 class _Exporter(SpanExporter):
@@ -338,17 +307,16 @@ def _drop(_: logging.LogRecord) -> bool:
 # Times
 
 
-def _phases(ended: _Ended) -> Iterator[tuple[str, float, Attributes]]:
+def _phases(end: RequestEnd) -> Iterator[tuple[str, float, Attributes]]:
     """Yield the name, the duration in seconds and the attributes of each phase, in order and without gaps."""
-    end, report = ended.end, ended.end.report
+    report = end.report
     if isinstance(report, EncodeReport):
         yield "queued", report.queue_s, {}
         yield "compute", report.compute_s, {"lmx.tokens": report.tokens}
     elif end.steps is not None:
         measured = None if report is None else (report.queue_s, report.prefill_s, report.decode_s)
-        elapsed_s = (ended.ended_ns - ended.arrived_ns) / 1e9
         steps = () if measured is not None else end.steps.steps()
-        queue_s, prefill_s, decode_s = phase_durations(steps, elapsed_s=elapsed_s, report=measured)
+        queue_s, prefill_s, decode_s = phase_durations(steps, elapsed_s=end.ended_at - end.began_at, report=measured)
         event = end.event
         computed = event.prompt_tokens - (report.cached_tokens if report is not None else 0)
         yield "queued", queue_s, {}

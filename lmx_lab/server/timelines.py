@@ -9,9 +9,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
@@ -22,21 +20,11 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.errors import client_of
 from lmx_lab.http.guard import is_local
 from lmx_lab.http.openapi import failures
+from lmx_lab.server.requests import Part, Requests
 from lmx_lab.values.models import ModelEvent
 from lmx_lab.values.outputs import GenerationReport
-from lmx_lab.values.timeline import ModelStage, ModelTimeline, RequestTimeline, ServerTimeline, StepLog, phase_durations
+from lmx_lab.values.timeline import ModelStage, ModelTimeline, RequestTimeline, ServerTimeline, phase_durations
 from lmx_lab.wire.admin import PAGE_REQUESTS, TimelinePage
-
-
-@dataclass(kw_only=True)
-class _Request:
-    number: int
-    scope: str
-    """The caller; see ``Caller``."""
-    timeline: RequestTimeline
-    """Has no steps, and none of the values that are computed from them."""
-    ended_at: float | None = None
-    report: GenerationReport | None = None
 
 
 @dataclass(kw_only=True)
@@ -61,48 +49,17 @@ class TimelineLog:
     """The timelines of the last requests of all clients, and of the last loads. It may be used on any thread.
 
     Args:
-        requests: Maximum number of requests, running ones included. With the limit of each, 256 are at most 30 MB.
+        requests: Keeps the requests.
         loads: Maximum number of loads and unloads.
         page_steps: Number of steps after which a page has no more requests; it has at least one.
     """
 
-    def __init__(self, *, requests: int = 256, loads: int = 64, page_steps: int = 20_000) -> None:
-        self._limit = requests
+    def __init__(self, requests: Requests, *, loads: int = 64, page_steps: int = 20_000) -> None:
+        self._requests = requests
         self._page_steps = page_steps
-        self._entries: dict[StepLog, _Request] = {}
-        self._numbers = count(1)
         self._changes: deque[_Change] = deque(maxlen=loads)
         self._lock = threading.Lock()
         """Protects ``_changes``: downloads report their progress on separate threads."""
-
-    def add(self, steps: StepLog, *, caller: Caller, index: int, model: str, prompt_tokens: int) -> None:
-        """Add an accepted request. If there are too many, the oldest one is dropped."""
-        timeline = RequestTimeline(
-            request_id=caller.request_id or "",
-            index=index,
-            model=model,
-            at=time.time() - (time.perf_counter() - steps.arrived_at),
-            outcome="running",
-            code=None,
-            stop_string=False,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=0,
-            output_tokens=0,
-            queue_s=0.0,
-            prefill_s=0.0,
-            decode_s=0.0,
-            steps=(),
-            internal=caller.internal,
-        )
-        self._entries[steps] = _Request(number=next(self._numbers), scope=caller.scope, timeline=timeline)
-        while len(self._entries) > self._limit:
-            del self._entries[next(iter(self._entries))]
-
-    def end(self, steps: StepLog, outcome: str, code: str | None, report: GenerationReport | None) -> None:
-        """Record the end of a request."""
-        if (entry := self._entries.get(steps)) is not None:
-            entry.ended_at, entry.report = time.perf_counter(), report
-            entry.timeline = replace(entry.timeline, outcome=outcome, code=code)
 
     def observe_model(self, event: ModelEvent) -> None:
         """Record a stage of a load or unload."""
@@ -142,9 +99,9 @@ class TimelineLog:
             most: Maximum number of requests; the newest are returned. None sets no limit.
         """
         now = time.perf_counter()
-        entries = self._entries_since(now - last_s)
-        requests = [_timeline(steps, entry, now) for steps, entry in entries[-most if most else 0 :]]
-        return ServerTimeline(requests=tuple(requests), models=self._models_since(now - last_s, now))
+        parts = self._requests.last(now - last_s)[-most if most else 0 :]
+        requests = tuple(_timeline(part, now) for part in parts)
+        return ServerTimeline(requests=requests, models=self._models_since(now - last_s, now))
 
     def page(self, last_s: float, *, limit: int, before: int | None, scope: str | None = None) -> TimelinePage:
         """Return a page of the requests that ran in the last ``last_s`` seconds, newest first.
@@ -157,27 +114,19 @@ class TimelineLog:
             scope: The caller whose requests are returned; None returns those of all.
         """
         now, steps = time.perf_counter(), 0
-        entries = [
-            each
-            for each in self._entries_since(now - last_s)
-            if (before is None or each[1].number < before) and scope in (None, each[1].scope)
+        parts = [
+            part
+            for part in self._requests.last(now - last_s)
+            if (before is None or part.number < before) and scope in (None, part.caller.scope)
         ]
         requests: list[RequestTimeline] = []
-        last = None
-        while entries and len(requests) < limit and steps < self._page_steps:
-            log, last = entries.pop()
-            requests.append(_timeline(log, last, now))
+        number = None
+        while parts and len(requests) < limit and steps < self._page_steps:
+            number = parts[-1].number
+            requests.append(_timeline(parts.pop(), now))
             steps += len(requests[-1].steps)
         models = self._models_since(now - last_s, now) if before is None else ()
-        following = last.number if entries and last is not None else None
-        return TimelinePage(requests=requests, models=list(models), before=following)
-
-    def _entries_since(self, since: float) -> list[tuple[StepLog, _Request]]:
-        return [
-            (steps, entry)
-            for steps, entry in list(self._entries.items())
-            if entry.ended_at is None or entry.ended_at >= since
-        ]
+        return TimelinePage(requests=requests, models=list(models), before=number if parts else None)
 
     def _models_since(self, since: float, now: float) -> tuple[ModelTimeline, ...]:
         with self._lock:
@@ -186,20 +135,29 @@ class TimelineLog:
             )
 
 
-def _timeline(log: StepLog, entry: _Request, now: float) -> RequestTimeline:
-    steps, report = log.steps(), entry.report
-    elapsed_s = (now if entry.ended_at is None else entry.ended_at) - log.arrived_at
+def _timeline(part: Part, now: float) -> RequestTimeline:
+    """Return the timeline of a generation until its end, or until now."""
+    steps = () if part.steps is None else part.steps.steps()
+    report = part.report if isinstance(part.report, GenerationReport) else None
+    elapsed_s = (now if part.ended_at is None else part.ended_at) - part.began_at
     measured = None if report is None else (report.queue_s, report.prefill_s, report.decode_s)
     queue_s, prefill_s, decode_s = phase_durations(steps, elapsed_s=elapsed_s, report=measured)
-    return replace(
-        entry.timeline,
+    return RequestTimeline(
+        request_id=part.caller.request_id or "",
+        index=part.index,
+        model=part.model,
+        at=part.at,
+        outcome=part.outcome or "running",
+        code=part.code,
         stop_string=report is not None and report.stop_sequence is not None,
+        prompt_tokens=part.prompt_tokens,
         cached_tokens=report.cached_tokens if report is not None else 0,
         output_tokens=sum(step.tokens for step in steps if step.kind == "decode"),
         queue_s=queue_s,
         prefill_s=prefill_s,
         decode_s=decode_s,
         steps=steps,
+        internal=part.caller.internal,
     )
 
 
@@ -221,18 +179,17 @@ def timeline_routes(timelines: TimelineLog) -> APIRouter:
         """
         caller = Caller(local=is_local(request.scope), client=client_of(request))
         scope, hide = (None, None) if caller.local else (caller.scope, request.app.state.without_paths)
-        content = await asyncio.to_thread(
-            lambda: _content(timelines.page(last_s, limit=limit, before=before, scope=scope), hide)
-        )
-        return Response(content, media_type="application/json")
+
+        def content() -> str:
+            page = timelines.page(last_s, limit=limit, before=before, scope=scope)
+            if hide is not None:
+                page.requests = [replace(each, model=public_id(each.model, local=False)) for each in page.requests]
+                page.models = [
+                    replace(each, model=public_id(each.model, local=False), message=hide(each.message))
+                    for each in page.models
+                ]
+            return page.model_dump_json()
+
+        return Response(await asyncio.to_thread(content), media_type="application/json")
 
     return router
-
-
-def _content(page: TimelinePage, hide: Callable[[str], str] | None) -> str:
-    if hide is not None:
-        page.requests = [replace(each, model=public_id(each.model, local=False)) for each in page.requests]
-        page.models = [
-            replace(each, model=public_id(each.model, local=False), message=hide(each.message)) for each in page.models
-        ]
-    return page.model_dump_json()

@@ -230,3 +230,8 @@ class EncodeReport:
     def total_s(self) -> float:
         """Time from the arrival of the request to its end."""
         return self.queue_s + self.compute_s
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of the computation; 0 if it took no time."""
+        return self.tokens / self.compute_s if self.compute_s > 0 else 0.0

@@ -1,6 +1,7 @@
 """Test timelines: what is recorded of a request, the spans, the file for Perfetto, and explanations."""
 
 import asyncio
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -11,9 +12,12 @@ import pytest
 from pydantic import ValidationError
 
 import lmx_lab
-from lmx_lab.engine import Caller
+from lmx_lab.broadcast import Feed
+from lmx_lab.engine import Answer, Caller, GenerationRequest, TextPrompt
+from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument import Timeline, load_requests
+from lmx_lab.server.requests import Requests
 from lmx_lab.server.timelines import TimelineLog
 from lmx_lab.values.models import ModelEvent
 from lmx_lab.values.timeline import KINDS, MAX_STEPS, EngineStep, ModelStage, ModelTimeline, StepLog
@@ -235,17 +239,26 @@ def test_a_long_answer_keeps_a_limited_number_of_steps_with_all_tokens():
         assert one.end_s == pytest.approx(other.start_s)
 
 
+def log_with(logs, *, kept=256, **options):
+    """Return the timelines of requests with these steps, whose ids are their numbers."""
+    requests = Requests(Feed(), kept=kept)
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        for number, steps in enumerate(logs):
+            answer = Answer(Mailbox(loop, steps), lambda: None, request=GenerationRequest(prompt=TextPrompt(text="a")))
+            caller = Caller(request_id=f"{number}")
+            requests.accept(requests.begin(caller, kind="chat", model="m"), [answer])
+    return TimelineLog(requests, **options)
+
+
 def test_the_oldest_requests_are_dropped_from_the_log():
-    log = TimelineLog(requests=4)
-    for number in range(7):
-        log.add(StepLog(0.0), caller=Caller(request_id=f"{number}"), index=0, model="m", prompt_tokens=1)
+    log = log_with([StepLog(0.0)] * 7, kept=4)
     kept = log.read(60).requests
     assert (len(kept), kept[0].request_id) == (4, "3")
     assert [one.request_id for one in log.read(60, most=1).requests] == ["6"]
 
 
 def test_loads_and_unloads_consist_of_their_stages():
-    log = TimelineLog(loads=6)
+    log = TimelineLog(Requests(Feed()), loads=6)
     stages = [
         *(("org/m", "download"), ("org/m", "download"), ("org/m", "verify"), ("m", "load"), ("e", "load")),
         *(("e", "loaded"), ("m", "loaded"), ("m", "unloading"), ("m", "unloading"), ("m", "unloaded")),
@@ -271,12 +284,10 @@ def test_loads_and_unloads_consist_of_their_stages():
 
 
 def test_a_page_has_a_limited_number_of_steps():
-    log = TimelineLog(page_steps=3)
-    for number in range(5):
-        steps = StepLog(0.0)
-        for at in range(2):
-            steps.add("decode", at, at + 1, tokens=1, kv_bytes=7)
-        log.add(steps, caller=Caller(request_id=f"{number}"), index=0, model="m", prompt_tokens=1)
+    steps = StepLog(0.0)
+    for at in range(2):
+        steps.add("decode", at, at + 1, tokens=1, kv_bytes=7)
+    log = log_with([steps] * 5, page_steps=3)
     pages, before = [], None
     while not pages or before is not None:
         page = log.page(60, limit=4, before=before)

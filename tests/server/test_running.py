@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Caller
 from lmx_lab.errors import RequestStoppedError
-from lmx_lab.server.running import Running
+from lmx_lab.server.requests import Requests
 from lmx_lab.wire.chat import ChatRequest
 from tests.support.asking import CHAT, ENDLESS, echo_body, refused
 from tests.support.labs import PACE, serving
@@ -81,17 +82,17 @@ def test_steps_of_other_work_are_listed_as_internal(lab, http):
 @pytest.mark.anyio
 async def test_embeddings_and_requests_that_wait_for_their_model_can_be_stopped():
     # Work that never ends, because embeddings of small models end before they can be listed.
-    running, never = Running(), asyncio.Event()
-    embedding = asyncio.create_task(running.wait(never.wait(), caller=Caller(), kind="embedding", model="bge"))
-    waiting = asyncio.create_task(
-        running.wait(never.wait(), caller=Caller(local=True), kind="chat", model="", is_queued=True)
+    requests, never = Requests(Feed()), asyncio.Event()
+    embedding, waiting = (
+        asyncio.create_task(requests.wait(requests.begin(Caller(), kind=kind, model="m"), never.wait()))
+        for kind in ("embedding", "chat")
     )
-    await auntil(lambda: len(running.read()) == 2)
-    assert [(each.kind, each.state) for each in running.read()] == [("embedding", "running"), ("chat", "queued")]
-    assert running.stop("lab_1") == "lab_1"
+    await auntil(lambda: len(requests.read()) == 2)
+    assert [(each.kind, each.state) for each in requests.read()] == [("embedding", "running"), ("chat", "queued")]
+    assert requests.stop("lab_1") == "lab_1"
     with pytest.raises(RequestStoppedError):
         await embedding
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert running.read() == []
+    assert requests.read() == []

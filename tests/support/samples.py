@@ -10,7 +10,7 @@ from lmx_lab.bench import RequestSample
 from lmx_lab.engine import ChatPrompt, GenerationRequest
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts
-from lmx_lab.server.inference import RequestEnd
+from lmx_lab.server.requests import RequestEnd
 from lmx_lab.values.outputs import Delta, GenerationReport
 from lmx_lab.values.timeline import EngineStep, RequestTimeline
 from lmx_lab.wire.admin import RequestEvent
