@@ -276,7 +276,11 @@ class Requests:
             self.end(part, request, "error", getattr(error, "code", LabError.code))
 
     def last(self, since: float) -> list[Part]:
-        """Return the last generations, oldest first, without those that ended before ``since``."""
+        """Return the last generations, oldest first.
+
+        Args:
+            since: Those that ended before are left out. A value of ``time.perf_counter``.
+        """
         return [part for part in list(self._last) if part.ended_at is None or part.ended_at >= since]
 
     def read(self, scope: str | None = None) -> list[RunningRequest]:
@@ -291,7 +295,24 @@ class Requests:
             has_ended = (answer := part.answer()) is not None and answer.ended
             if scope in (None, part.caller.scope) and not has_ended:
                 requests.setdefault(part.id, []).append(part)
-        found = [_describe(parts) for parts in requests.values()]
+        found = []
+        for parts in requests.values():
+            first = parts[0]
+            answers = [answer for part in parts if (answer := part.answer()) is not None]
+            # A request whose answers have not begun waits. Embeddings and reranks do not tell when they begin.
+            is_queued = first.kind in ("chat", "internal") and all(answer.progress is None for answer in answers)
+            request = RunningRequest(
+                id=first.id,
+                client=first.caller.client,
+                kind=first.kind,
+                model=first.model,
+                state="queued" if is_queued else "running",
+                age_s=time.perf_counter() - min(part.began_at for part in parts),
+                # All choices of a prompt have the same request.
+                prompt_tokens=sum({id(answer.request): len(answer.prompt) for answer in answers}.values()),
+                completion_tokens=sum(answer.tokens for answer in answers),
+            )
+            found.append(request)
         return sorted(found, key=lambda request: -request.age_s)
 
     def stop(self, name: str, scope: str | None = None) -> str:
@@ -333,24 +354,6 @@ class Requests:
                 observe(exchange, status)
 
 
-def _describe(parts: Sequence[Part]) -> RunningRequest:
-    first = parts[0]
-    answers = [answer for part in parts if (answer := part.answer()) is not None]
-    # A request whose answers have not begun waits. Embeddings and reranks do not tell when they begin.
-    is_queued = first.kind in ("chat", "internal") and all(answer.progress is None for answer in answers)
-    return RunningRequest(
-        id=first.id,
-        client=first.caller.client,
-        kind=first.kind,
-        model=first.model,
-        state="queued" if is_queued else "running",
-        age_s=time.perf_counter() - min(part.began_at for part in parts),
-        # All choices of a prompt have the same request.
-        prompt_tokens=sum({id(answer.request): len(answer.prompt) for answer in answers}.values()),
-        completion_tokens=sum(answer.tokens for answer in answers),
-    )
-
-
 # The log of requests, whose lines ``lmx-lab serve`` prints
 
 
@@ -371,22 +374,22 @@ def _log(exchange: Exchange, status: int | None) -> None:
         shown_status = f"{status} {HTTPStatus(status).phrase}" if is_known else str(status)
     client = scope["client"][0] if scope.get("client") else "unknown client"
     route = f"{scope.get('method', 'WebSocket')} {scope['path'][:80]}"
-    for text in [_describe_end(end, shown_status) for end in exchange.ends] or [shown_status]:
-        log.info("%s  %s  %s", client, route, text)
-
-
-def _describe_end(end: RequestEnd, status: str) -> str:
-    event = end.event
-    if event.finish_reason == "error":
-        return "  ".join(part for part in (event.model, status, event.code) if part)
-    parts = [event.model, f"{event.prompt_tokens} tokens in"]
-    if event.kind == "chat":
-        parts[1] += f", {event.completion_tokens} out"
-    if isinstance(end.report, GenerationReport):
-        parts += [f"first token in {event.ttft_ms / 1e3:.2f} s", f"{event.tokens_per_second:.1f} tok/s"]
-    elif end.report is not None:
-        parts.append(f"{end.report.total_s:.2f} s")
-    return "  ".join([*parts, event.finish_reason])
+    lines = []
+    for end in exchange.ends:
+        event = end.event
+        if event.finish_reason == "error":
+            lines.append("  ".join(part for part in (event.model, shown_status, event.code) if part))
+            continue
+        parts = [event.model, f"{event.prompt_tokens} tokens in"]
+        if event.kind == "chat":
+            parts[1] += f", {event.completion_tokens} out"
+        if isinstance(end.report, GenerationReport):
+            parts += [f"first token in {event.ttft_ms / 1e3:.2f} s", f"{event.tokens_per_second:.1f} tok/s"]
+        elif end.report is not None:
+            parts.append(f"{end.report.total_s:.2f} s")
+        lines.append("  ".join([*parts, event.finish_reason]))
+    for line in lines or [shown_status]:
+        log.info("%s  %s  %s", client, route, line)
 
 
 def running_routes(served: Requests) -> APIRouter:

@@ -64,8 +64,22 @@ class TimelineLog:
     def observe_model(self, event: ModelEvent) -> None:
         """Record a stage of a load or unload."""
         with self._lock:
-            change, now = self._change_of(event), time.perf_counter()
-            timeline = change.until(now)
+            kind: Literal["load", "unload"] = "unload" if event.stage in ("unloading", "unloaded") else "load"
+            running = [each for each in self._changes if each.timeline.kind == kind and each.ended_at is None]
+            for change in reversed(running):
+                # For a download and for a failed load, ``model`` is the name that the caller used instead of the id.
+                is_other_name = event.stage == "load" and change.timeline.stages[-1].name != "load"
+                is_same = (event.stage == "failed" or is_other_name) and change is running[-1]
+                if is_same or change.timeline.model == event.model:
+                    break
+            else:
+                began = ModelTimeline(
+                    kind=kind, model=event.model, at=time.time(), outcome="running", message="", total_s=0.0, stages=()
+                )
+                change = _Change(timeline=began)
+                self._changes.append(change)
+            now = time.perf_counter()
+            timeline = replace(change.until(now), model=event.model)
             if event.stage in ("loaded", "unloaded", "failed"):
                 change.ended_at = now
                 timeline = replace(timeline, outcome=event.stage, message=event.message or "")
@@ -74,23 +88,6 @@ class TimelineLog:
                 start_s = timeline.total_s if timeline.stages else 0.0
                 timeline = replace(timeline, stages=(*timeline.stages, ModelStage(event.stage, start_s, 0.0)))
             change.timeline = timeline
-
-    def _change_of(self, event: ModelEvent) -> _Change:
-        """Return the load or unload to which a stage belongs; add it if this is its first stage."""
-        kind: Literal["load", "unload"] = "unload" if event.stage in ("unloading", "unloaded") else "load"
-        running = [change for change in self._changes if change.timeline.kind == kind and change.ended_at is None]
-        for change in reversed(running):
-            # For a download and for a failed load, ``model`` is the name that the caller used instead of the id.
-            is_other_name = event.stage == "load" and change.timeline.stages[-1].name != "load"
-            is_same = (event.stage == "failed" or is_other_name) and change is running[-1]
-            if is_same or change.timeline.model == event.model:
-                change.timeline = replace(change.timeline, model=event.model)
-                return change
-        timeline = ModelTimeline(
-            kind=kind, model=event.model, at=time.time(), outcome="running", message="", total_s=0.0, stages=()
-        )
-        self._changes.append(_Change(timeline=timeline))
-        return self._changes[-1]
 
     def read(self, last_s: float, *, most: int | None = None) -> ServerTimeline:
         """Return the requests that ran in the last ``last_s`` seconds, and the loads, oldest first.
