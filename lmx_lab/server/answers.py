@@ -301,10 +301,10 @@ class Choices:
 
     def _by_prompt(self, choices: Mapping[int, T]) -> list[list[T]]:
         """Return what belongs to all choices, by their index, as a list for each prompt."""
-        groups: list[list[T]] = [[] for _ in self._prompts]
+        groups = defaultdict[int, list[T]](list)
         for index in sorted(choices):
             groups[index // self._choices].append(choices[index])
-        return groups
+        return list(groups.values())
 
     async def _submit(self, number: int, *, patient: bool = False) -> list[Answer]:
         answers = self._answers[number] = await self._service.submit(

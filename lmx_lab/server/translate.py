@@ -343,12 +343,19 @@ def timings(prompts: Sequence[Sequence[GenerationReport]]) -> Timings:
     that took longest, since choices run at the same time; speeds are computed from them, so they are those of the
     batch. If there are more prompts than slots, they run one after the other, and these speeds are too high.
     """
-    reports = list(chain.from_iterable(prompts))
     total = usage(prompts)
     cached = total.prompt_tokens_details.cached_tokens
     computed, predicted = total.prompt_tokens - cached, total.completion_tokens
-    prompt_s = max([report.prefill_s for report in reports])
-    predicted_s = max([report.decode_s for report in reports])
+    prompt_s = predicted_s = queue_s = ttft_s = 0.0
+    peak_bytes = drafted = accepted = 0
+    for report in chain.from_iterable(prompts):
+        prompt_s = max(prompt_s, report.prefill_s)
+        predicted_s = max(predicted_s, report.decode_s)
+        queue_s = max(queue_s, report.queue_s)
+        ttft_s = max(ttft_s, report.ttft_s)
+        peak_bytes = max(peak_bytes, report.peak_memory_bytes)
+        drafted += report.drafted_tokens
+        accepted += report.accepted_tokens
     return Timings(
         cache_n=cached,
         cache_disk_n=total.prompt_tokens_details.disk_cached_tokens,
@@ -360,11 +367,11 @@ def timings(prompts: Sequence[Sequence[GenerationReport]]) -> Timings:
         predicted_ms=predicted_s * 1e3,
         predicted_per_token_ms=predicted_s * 1e3 / predicted if predicted else 0.0,
         predicted_per_second=predicted / predicted_s if predicted_s > 0 else 0.0,
-        queue_ms=max([report.queue_s for report in reports]) * 1e3,
-        ttft_ms=max([report.ttft_s for report in reports]) * 1e3,
-        peak_memory_gb=max([report.peak_memory_bytes for report in reports]) / 1e9,
-        draft_n=sum([report.drafted_tokens for report in reports]),
-        draft_n_accepted=sum([report.accepted_tokens for report in reports]),
+        queue_ms=queue_s * 1e3,
+        ttft_ms=ttft_s * 1e3,
+        peak_memory_gb=peak_bytes / 1e9,
+        draft_n=drafted,
+        draft_n_accepted=accepted,
     )
 
 
