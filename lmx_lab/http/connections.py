@@ -118,7 +118,6 @@ class HttpProtocol(H11Protocol):
         transport.set_write_buffer_limits(high=UNSENT_BYTES)
         with contextlib.suppress(AttributeError, OSError):  # no such option in this system, or the connection has ended
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        self._set_piece()
         if len(self.connections) > self._limits.connections or is_reserved(sock.fileno()):
             others = len(self.connections) - 1
             self._refuse(
@@ -129,7 +128,7 @@ class HttpProtocol(H11Protocol):
                 retry_after_s=FULL_RETRY_S,
             )
         else:
-            self._set_timers()
+            self._adapt()
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
@@ -139,7 +138,7 @@ class HttpProtocol(H11Protocol):
         is_chunked = self._in_body and self._is_chunked
         cycle, held = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
         super().data_received(data)
-        self._set_timers()
+        self._adapt()
         if self.transport.get_protocol() is not self:  # it is now that of a WebSocket
             return
         if not is_chunked:
@@ -152,7 +151,6 @@ class HttpProtocol(H11Protocol):
                     "the sizes, extensions and line ends of the chunks of the body have over 65536 bytes more than its "
                     "data; send longer chunks, without extensions",
                 )
-        self._set_piece()
         rest_after(time.thread_time() - began, self)
 
     def end_rest(self) -> None:
@@ -205,20 +203,13 @@ class HttpProtocol(H11Protocol):
     def _is_chunked(self) -> bool:
         return b"transfer-encoding" in dict(self.headers)
 
-    def _set_piece(self) -> None:
-        """Set how much is read at once: more if the rest of the body is not chunked, or is dropped."""
-        is_plain = self._ending or (self._in_body and not self.cycle.response_complete and not self._is_chunked)
-        # An attribute of asyncio's selector transports; with others, the amount of data is not limited.
-        self.transport.max_size = 65_536 if is_plain else PIECE_BYTES  # type: ignore[attr-defined]
-
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.is_half_closed and self.cycle.response_complete:
             self.transport.close()
         if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
             self.loop.call_later(self._limits.linger_s, self._end_body, self.cycle)
-        self._set_timers()
-        self._set_piece()
+        self._adapt()
 
     def _end_body(self, cycle: object) -> None:
         """Close the connection if the client still sends the body of a request that was answered."""
@@ -262,7 +253,7 @@ class HttpProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._set_timers()
+        self._adapt()
 
     def shutdown(self) -> None:
         # If this protocol is already closing, h11 may fail, which would keep other connections from being closed.
@@ -271,7 +262,8 @@ class HttpProtocol(H11Protocol):
         else:
             super().shutdown()
 
-    def _set_timers(self) -> None:
+    def _adapt(self) -> None:
+        """Adapt the time limits, and how much is read at once, to the state of the connection."""
         is_over = self._ending or self.transport.is_closing() or self.transport.get_protocol() is not self
         in_head = not is_over and self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if self._head_timer is not None and not in_head:
@@ -284,6 +276,11 @@ class HttpProtocol(H11Protocol):
             # uvicorn starts this timer after a response, but not before the first request or after a refused body.
             after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
+        if self.transport.get_protocol() is self:
+            # More if the rest of the body is not chunked, or is dropped.
+            is_plain = self._ending or (self._in_body and not self.cycle.response_complete and not self._is_chunked)
+            # An attribute of asyncio's selector transports; with others, the amount of data is not limited.
+            self.transport.max_size = 65_536 if is_plain else PIECE_BYTES  # type: ignore[attr-defined]
 
     def _begin_head(self) -> None:
         due = self.loop.time() + self._limits.head_s
@@ -308,8 +305,7 @@ class HttpProtocol(H11Protocol):
         """Send an error response instead of the application, unless a response has begun, and close the connection."""
         self._abandon_cycle()
         self._ending = True
-        self._set_timers()
-        self._set_piece()
+        self._adapt()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
         else:

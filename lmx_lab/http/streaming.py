@@ -90,7 +90,7 @@ class EventStream(StreamingResponse):
         assert self._connection is not None
         if text := "".join(texts):
             self._connection.write_part(escape_line_ends(text).encode())
-            self._watch.sent()
+            self._watch.sent_at = asyncio.get_running_loop().time()
 
     async def stream_response(self, send: Send) -> None:
         watch = self._watch
@@ -206,7 +206,7 @@ class SendWatch:
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
         self.sent_at = self._loop.time()
-        """Time of the loop at which the last ``send`` began."""
+        """Time of the loop at which data were sent last, by ``send`` or otherwise."""
         self._sending = 0
         """Number of ``send`` calls that wait for the client."""
         self.blocked_s = 0.0
@@ -216,10 +216,6 @@ class SendWatch:
     def expired(self) -> bool:
         """Whether this watch has ended the block."""
         return self._timeout.expired()
-
-    def sent(self) -> None:
-        """Record that data were sent."""
-        self.sent_at = self._loop.time()
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
@@ -235,7 +231,7 @@ class SendWatch:
 
     async def send(self, sending: Awaitable[None]) -> None:
         """Await the call that sends data and returns once the connection accepts more."""
-        self.sent()
+        self.sent_at = self._loop.time()
         self._sending += 1
         try:
             await sending
