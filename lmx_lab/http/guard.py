@@ -110,12 +110,32 @@ def local_policy(
     """
     if key is not None and not (key.isascii() and key.isprintable() and key.split() == [key]):
         raise InvalidRequestError("api_key must be a single word of ASCII characters, or left out", param="api_key")
-    entries = [_parse_allowed_host(text) for text in hosts]
+    with_port, any_port, allowed_origins = set[str](), set[str](), set[str]()
+    for text in hosts:
+        host = text.strip().lower()
+        if host.count(":") > 1 and not host.startswith("["):
+            host = f"[{host}]"
+        match = _HOST.fullmatch(host)
+        if match is None:
+            raise InvalidRequestError(
+                f"allowed_hosts contains {text!r}; write name, name:port or [address]:port", param="allowed_hosts"
+            )
+        (any_port if match["port"] is None else with_port).add(host)
+    for text in origins:
+        origin = text.strip().lower().removesuffix("/")
+        match = _ORIGIN.fullmatch(origin)
+        if match is None or "*" in origin:
+            raise InvalidRequestError(
+                f"cors_origins contains {text!r}; write each origin in full, such as http://localhost:3000",
+                param="cors_origins",
+            )
+        # Browsers omit the default port of the scheme.
+        allowed_origins.add(origin.removesuffix(f":{DEFAULT_PORTS.get(match['scheme'])}"))
     return GuardPolicy(
-        hosts=loopback_hosts(port) | {text for text, any_port in entries if not any_port},
+        hosts=loopback_hosts(port) | with_port,
         local_hosts=loopback_hosts(port),
-        any_port_hosts=frozenset(text for text, any_port in entries if any_port),
-        origins=frozenset(_parse_allowed_origin(text) for text in origins),
+        any_port_hosts=frozenset(any_port),
+        origins=frozenset(allowed_origins),
         webviews=webviews,
         is_trusted_proxy=is_trusted_proxy,
         key=key,
@@ -150,7 +170,7 @@ class LivePolicy:
 
 
 class Guard:
-    """Calls ``app`` if the policy allows the request, and otherwise responds with ``respond(error)``.
+    """Calls ``app`` if the policy allows the request, and otherwise responds with ``respond(scope, error)``.
 
     It must be outside all code that responds to requests. A policy given as a function is called for every request.
     """
@@ -160,7 +180,7 @@ class Guard:
         app: ASGIApp,
         *,
         policy: GuardPolicy | Callable[[], GuardPolicy],
-        respond: Callable[[LabError], ASGIApp],
+        respond: Callable[[Scope, LabError], ASGIApp],
     ) -> None:
         self._app = app
         self._policy = policy
@@ -174,7 +194,7 @@ class Guard:
                 check(scope, policy)
                 scope[PASSED_POLICY] = policy
             except LabError as error:
-                app = self._respond(error)
+                app = self._respond(scope, error)
                 if scope["type"] == "websocket":
                     app = _refuse_handshake(app)
         await app(scope, receive, send)
@@ -325,31 +345,6 @@ def _refuse_handshake(response: ASGIApp) -> ASGIApp:
             await send({"type": "websocket.close", "code": 1008})
 
     return app
-
-
-def _parse_allowed_host(text: str) -> tuple[str, bool]:
-    """Return the normal form of a configured host, and whether it applies to any port."""
-    host = text.strip().lower()
-    if host.count(":") > 1 and not host.startswith("["):
-        host = f"[{host}]"
-    match = _HOST.fullmatch(host)
-    if match is None:
-        raise InvalidRequestError(
-            f"allowed_hosts contains {text!r}; write name, name:port or [address]:port", param="allowed_hosts"
-        )
-    return host, match["port"] is None
-
-
-def _parse_allowed_origin(text: str) -> str:
-    origin = text.strip().lower().removesuffix("/")
-    match = _ORIGIN.fullmatch(origin)
-    if match is None or "*" in origin:
-        raise InvalidRequestError(
-            f"cors_origins contains {text!r}; write each origin in full, such as http://localhost:3000",
-            param="cors_origins",
-        )
-    # Browsers omit the default port of the scheme.
-    return origin.removesuffix(f":{DEFAULT_PORTS.get(match['scheme'])}")
 
 
 def _parse_host(text: str, default_port: int) -> tuple[str, str] | None:

@@ -85,7 +85,7 @@ def wrap_app(
     api.add_exception_handler(HTTPException, errors.on_http_error)
     api.add_exception_handler(ClientDisconnect, errors.on_disconnect)
     api.add_exception_handler(Exception, errors.on_bug)
-    guarded = Cors(Guard(api, policy=policy, respond=_refusal), policy=policy, methods=methods)
+    guarded = Cors(Guard(api, policy=policy, respond=errors.respond), policy=policy, methods=methods)
     return ResponseHeaders(guarded, observer, error_forms, trim_s=limits.trim_s)
 
 
@@ -109,13 +109,6 @@ class Cors(CORSMiddleware):
             await self.simple_response(scope, receive, send, request_headers=headers)
         else:
             await super().__call__(scope, receive, send)
-
-
-def _refusal(error: LabError) -> ASGIApp:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await errors.respond(scope, error)(scope, receive, send)
-
-    return app
 
 
 class ResponseHeaders:

@@ -409,6 +409,6 @@ async def test_a_refused_handshake_is_answered_if_the_server_has_the_extension_a
         await send({"type": "http.response.start", "status": 421, "headers": []})
         await send({"type": "http.response.body"})
 
-    guard = Guard(None, policy=POLICY, respond=lambda error: refuse)
+    guard = Guard(None, policy=POLICY, respond=lambda scope, error: refuse)
     await guard({**scope("evil.example", kind="websocket"), "extensions": extensions}, receive, send)
     assert (received, sent) == (["websocket.connect"], expected)
