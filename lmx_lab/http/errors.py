@@ -65,14 +65,10 @@ ErrorForm = Callable[[ErrorDetail, int], BaseModel]
 """Returns the body of an error and its status in a format of its own."""
 
 
-def status_for(error: type[LabError]) -> int:
-    """Return the HTTP status of a class of errors."""
-    return next(STATUS[kind] for kind in error.__mro__ if kind in STATUS)
-
-
-def status_of(error: LabError) -> int:
-    """Return the HTTP status of an error."""
-    return status_for(type(error))
+def status_of(error: LabError | type[LabError]) -> int:
+    """Return the HTTP status of an error, or of a class of errors."""
+    given = error if isinstance(error, type) else type(error)
+    return next(STATUS[kind] for kind in given.__mro__ if kind in STATUS)
 
 
 def error_detail(error: LabError, request_id: str | None) -> ErrorDetail:

@@ -23,7 +23,7 @@ from lmx_lab.errors import (
     QueueFullError,
     UnauthorizedError,
 )
-from lmx_lab.http.errors import status_for
+from lmx_lab.http.errors import status_of
 from lmx_lab.wire.errors import ErrorBody
 
 Responses = dict[int | str, dict[str, Any]]
@@ -70,7 +70,7 @@ def failures(*errors: type[LabError], in_path: bool = False, body: type[BaseMode
     """
     codes: dict[int, list[str]] = {}
     for error in (*errors, *COMMON_ERRORS):
-        codes.setdefault(status_for(error), []).append(error.code)
+        codes.setdefault(status_of(error), []).append(error.code)
     if in_path:
         codes.setdefault(HTTPStatus.NOT_FOUND, []).append(InvalidRequestError.code)
     responses: Responses = {}
@@ -199,7 +199,13 @@ class DescribedAPI(FastAPI):
             for parameter in operation.get("parameters", ()):
                 maximum = self._maximums.get((operation["operationId"], parameter["name"]))
                 limit = {} if maximum is None else {"maximum": maximum}
-                parameter["schema"] = _without_null(parameter["schema"]) | limit
+                schema = parameter["schema"]
+                # A parameter of a URL can be absent, but not null.
+                alternatives = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+                if len(alternatives) == 1:
+                    rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
+                    schema = {**alternatives[0], **rest}
+                parameter["schema"] = schema | limit
             if self._key is not None and path in self._open_paths:
                 operation["security"] = []
         return described
@@ -210,12 +216,3 @@ def operations(described: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
     for path, methods in described["paths"].items():
         for operation in methods.values():
             yield path, operation
-
-
-def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Remove null from the schema of a parameter: a parameter of a URL can be absent, but not null."""
-    alternatives = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
-    if len(alternatives) != 1:
-        return schema
-    rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
-    return {**alternatives[0], **rest}

@@ -21,8 +21,8 @@ from lmx_lab.server.answers import json_response
 from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import INFERENCE_ERRORS
+from lmx_lab.server.translate import requested_model
 from lmx_lab.values.outputs import InputType, Vectors
-from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.embeddings import (
     CohereEmbedBody,
     CohereEmbeddings,
@@ -70,7 +70,7 @@ def embedding_routes(service: InferenceService) -> APIRouter:
         """Return a vector for each text, in the form of version 2 of Cohere's API."""
         wanted = EmbeddingRequest(
             inputs=tuple(body.texts),
-            model=None if body.model == ANY_MODEL else body.model,
+            model=requested_model(body.model),
             dimensions=body.output_dimension,
             input_type=INPUT_TYPES[body.input_type],
             truncate=body.truncate != "NONE",
@@ -95,7 +95,7 @@ def embedding_request(body: EmbeddingsBody, caller: Caller) -> EmbeddingRequest:
     inputs: Iterable[Any] = [body.input] if body.is_single else body.input
     return EmbeddingRequest(
         inputs=tuple(inputs),
-        model=None if body.model == ANY_MODEL else body.model,
+        model=requested_model(body.model),
         dimensions=body.dimensions,
         input_type=INPUT_TYPES[body.input_type],
         truncate=bool(body.truncate),

@@ -24,7 +24,7 @@ from lmx_lab.client.connection import parse_error
 from lmx_lab.errors import QueueFullError
 from lmx_lab.http import SMALL_BYTES, Limits, connections
 from lmx_lab.http.connections import WebSocketProtocol, rest_after
-from lmx_lab.http.errors import on_bug, status_for
+from lmx_lab.http.errors import on_bug, status_of
 from lmx_lab.wire.errors import ErrorBody
 from tests.http.raw import (
     GET,
@@ -224,7 +224,7 @@ async def test_a_response_can_begin_at_any_time():
         assert (await client.read_response()).endswith(b"\r\n0")
 
 
-FULL = status_for(QueueFullError)
+FULL = status_of(QueueFullError)
 
 
 async def test_connections_beyond_the_limit_are_rejected_with_429():
