@@ -13,7 +13,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -168,12 +168,19 @@ class LoopThread:
             raise HostingError(
                 "a blocking call on the loop that has to answer it would wait forever; await the coroutine instead"
             )
-        with _interruptible(lambda: call), Interrupts() as interrupts:
-            call = self.submit(coro)
-            interrupts.set_cancel(call.stop)
-            if not (done := _wait_for(call, timeout_s)):
-                call.stop()
-                _wait_for(call, CANCEL_S)
+        call: Call[T] | None = None
+        try:
+            with Interrupts() as interrupts:
+                call = self.submit(coro)
+                interrupts.set_cancel(call.stop)
+                if not (done := _wait_for(call, timeout_s)):
+                    call.stop()
+                    _wait_for(call, CANCEL_S)
+        except KeyboardInterrupt:
+            # No caller receives the result, but the traceback refers to it.
+            if call is not None:
+                call.add_done_callback(_close_result)
+            raise
         if not done:
             raise TimeoutError(f"there was no result after {timeout_s} s; the call was cancelled")
         return call.result()
@@ -434,17 +441,6 @@ class Interrupts:
             raise KeyboardInterrupt
         if self._cancel is not None:
             self._cancel()
-
-
-@contextlib.contextmanager
-def _interruptible(work: Callable[[], concurrent.futures.Future[Any] | asyncio.Task[Any]]) -> Iterator[None]:
-    """Close the work's result if the block is interrupted: no caller receives it, but the traceback refers to it."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        with contextlib.suppress(NameError):  # Interrupted before the work was started.
-            work().add_done_callback(_close_result)
-        raise
 
 
 async def receive(future: concurrent.futures.Future[T]) -> T:

@@ -278,20 +278,6 @@ class RunningServer:
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(self.stop(1), self.loop).result(1 + 2 * self._lifespan.cancel_s)
 
-    async def _wait_until_accepting(self) -> None:
-        """Wait until requests are accepted, or raise the error that prevented it."""
-        accepting = asyncio.ensure_future(self._server.accepting.wait())
-        try:
-            await asyncio.wait({accepting, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            await self._abandon()
-            raise
-        finally:
-            accepting.cancel()
-        if self._task.done():
-            await self._lifespan.end()
-            self._task.result()
-
     async def _abandon(self) -> None:
         self._task.cancel()
         await asyncio.wait({self._task, *self._server.server_state.tasks}, timeout=self._lifespan.cancel_s)
@@ -358,7 +344,18 @@ async def serve(
     async with anyio.create_task_group():
         pass
     running = RunningServer(server, lifespan, task, url, port)
-    await running._wait_until_accepting()
+    accepting = asyncio.ensure_future(server.accepting.wait())
+    try:
+        await asyncio.wait({accepting, task}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        await running._abandon()
+        raise
+    finally:
+        accepting.cancel()
+    if task.done():
+        await lifespan.end()
+        # Raises the error that prevented the start.
+        task.result()
     return running
 
 

@@ -42,7 +42,6 @@ from lmx_lab.server.timelines import timeline_routes
 from lmx_lab.server.tokens import token_routes
 from lmx_lab.server.tracing import trace_routes
 from lmx_lab.server.websocket import socket_routes
-from lmx_lab.settings import Settings
 from lmx_lab.values.recording import RecordMode
 from lmx_lab.weights.hub import cache_folder
 from lmx_lab.weights.programs import program_folders
@@ -121,7 +120,18 @@ def create_server(
         keep_answers=settings.otel == "content",
     )
     manager.add_observer(inference.timelines.observe_model)
-    api = _create_api(settings)
+    api = DescribedAPI(
+        title="LMX Lab inference server",
+        version=VERSION,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        extra_models=EXTRA_MODELS,
+        sockets=SOCKETS,
+        key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
+        open_paths=OPEN_PATHS,
+    )
+    api.state.max_body_bytes = settings.max_body_bytes
     folders = [settings.models_folder, cache_folder(), *settings.model_folders, *(it for _, it in program_folders())]
     api.state.without_paths = lambda text: without_paths(
         text, [*folders, *(entry.path.parent for entry in manager.snapshot.entries)]
@@ -154,23 +164,6 @@ def create_server(
         error_forms={"/v1/messages": messages_error, "/api/": ollama_error},
     )
     return InferenceServer(asgi=asgi, api=api, inference=inference, manager=manager, feed=feed, spans=spans)
-
-
-def _create_api(settings: Settings) -> DescribedAPI:
-    """Create the application without routes."""
-    api = DescribedAPI(
-        title="LMX Lab inference server",
-        version=VERSION,
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-        extra_models=EXTRA_MODELS,
-        sockets=SOCKETS,
-        key=("key", GuardPolicy.key_hint) if settings.api_key is not None else None,
-        open_paths=OPEN_PATHS,
-    )
-    api.state.max_body_bytes = settings.max_body_bytes
-    return api
 
 
 def without_paths(text: str, folders: Iterable[Path] = ()) -> str:

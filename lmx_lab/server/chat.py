@@ -162,7 +162,8 @@ class ChatWriter(ChunkWriter):
         Before the first delta of a choice, its first chunk has the role. The first chunk of a delta contains the
         log-probabilities of the whole delta.
         """
-        yield from self._first_chunk(index)
+        if index not in self._begun:
+            yield self._first_chunk(index)
         if self._prompts is not None:
             self._ids[index] += delta.ids
         parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
@@ -184,48 +185,50 @@ class ChatWriter(ChunkWriter):
             logprobs = "null"
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
-        yield from self._first_chunk(index)
+        if index not in self._begun:
+            yield self._first_chunk(index)
         end = f',"timings":{timings([[report]]).model_dump_json()}'
         yield self._chunk(index, "{}", reason=f'"{self._reason(report)}"', end=end)
 
     def whole(self, parts: Sequence[Sequence[tuple[Delta, GenerationReport]]]) -> str:
-        (choices,) = parts
-        reports = [report for _, report in choices]
+        choices = []
+        for index, (delta, report) in enumerate(parts[0]):
+            calls = [
+                AnswerToolCall(
+                    id=call.id or "", function=AnswerFunction(name=call.name or "", arguments=call.arguments)
+                )
+                for call in merge_tool_calls(delta.tool_calls)
+            ]
+            logprobs = {"content": chat_logprobs(delta.logprobs)} if self._logprobs else None
+            choice = Choice(
+                index=index,
+                message=AnswerMessage(
+                    content=None if calls and not delta.text else delta.text,
+                    reasoning_content=delta.reasoning or None,
+                    tool_calls=None if self._has_functions else calls or None,
+                    function_call=calls[0].function if self._has_functions and calls else None,
+                ),
+                logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
+                finish_reason=self._reason(report),
+                token_ids=None if self._prompts is None else list(delta.ids),
+            )
+            choices.append(choice)
+        reports = [report for _, report in parts[0]]
         body = ChatCompletion(
             **self._shared | {"object": "chat.completion"},
-            choices=[self._choice(index, delta, report) for index, (delta, report) in enumerate(choices)],
+            choices=choices,
             usage=usage([reports]),
             timings=timings([reports]),
             prompt_token_ids=None if self._prompts is None else list(self._prompts[0]),
         )
         return body.model_dump_json()
 
-    def _first_chunk(self, index: int) -> Iterator[str]:
+    def _first_chunk(self, index: int) -> str:
         # Clients measure the time to the first token with the first chunk, so it is written with the first delta.
-        if index not in self._begun:
-            self._begun.add(index)
-            prompt = (self._prompts or {}).get(index)
-            end = "" if prompt is None else f',"prompt_token_ids":{json_text(prompt)}'
-            yield self._chunk(index, '{"role":"assistant","content":""}', end=end)
-
-    def _choice(self, index: int, delta: Delta, report: GenerationReport) -> Choice:
-        calls = [
-            AnswerToolCall(id=call.id or "", function=AnswerFunction(name=call.name or "", arguments=call.arguments))
-            for call in merge_tool_calls(delta.tool_calls)
-        ]
-        logprobs = {"content": chat_logprobs(delta.logprobs)} if self._logprobs else None
-        return Choice(
-            index=index,
-            message=AnswerMessage(
-                content=None if calls and not delta.text else delta.text,
-                reasoning_content=delta.reasoning or None,
-                tool_calls=None if self._has_functions else calls or None,
-                function_call=calls[0].function if self._has_functions and calls else None,
-            ),
-            logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
-            finish_reason=self._reason(report),
-            token_ids=None if self._prompts is None else list(delta.ids),
-        )
+        self._begun.add(index)
+        prompt = (self._prompts or {}).get(index)
+        end = "" if prompt is None else f',"prompt_token_ids":{json_text(prompt)}'
+        return self._chunk(index, '{"role":"assistant","content":""}', end=end)
 
     def _reason(self, report: GenerationReport) -> FinishReason | Literal["function_call"]:
         is_older = self._has_functions and report.finish_reason == "tool_calls"

@@ -360,28 +360,20 @@ class LogprobsWriter:
 
     def write(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
         """Return the log-probabilities of the next tokens."""
-        offsets = []
+        offsets, alternatives = [], []
         for token in tokens:
             offsets.append(self._at)
             self._at += len(self._decoder.decode(token.bytes))
+            # If several tokens have the same text, the most likely one counts.
+            by_text: dict[str, float] = {}
+            for other in (*token.top, token):
+                by_text.setdefault(other.text, wire_logprob(other.logprob))
+            alternatives.append(None if token.logprob is None else by_text)
         named = [{other.text: wire_logprob(other.logprob) for other in token.named} for token in tokens]
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[None if token.logprob is None else wire_logprob(token.logprob) for token in tokens],
-            top_logprobs=[_alternatives(token) for token in tokens],
+            top_logprobs=alternatives,
             text_offset=offsets,
             logprob_tokens=named if any(named) else None,
         )
-
-
-def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
-    """Return the log-probabilities of the alternatives and of the token itself, by text.
-
-    If several tokens have the same text, that of the most likely one is returned.
-    """
-    if token.logprob is None:
-        return None
-    found: dict[str, float] = {}
-    for other in (*token.top, token):
-        found.setdefault(other.text, wire_logprob(other.logprob))
-    return found

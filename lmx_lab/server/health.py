@@ -89,10 +89,8 @@ def problem(now: EngineSnapshot, *, settings: Settings, alive: bool = True, loca
         return EngineDeadError(
             f"the engine has made no step for {settings.stall_limit_s:g} s; requests running: {now.active_requests}"
         )
-    return None if now.state == "ready" else _no_model(now, settings, local=local)
-
-
-def _no_model(now: EngineSnapshot, settings: Settings, *, local: bool) -> LabError:
+    if now.state == "ready":
+        return None
     pinned = ", ".join(public_id(each.entry.id, local=local) for each in now.pinned)
     note = f" (the pinned {pinned} can answer requests)" if pinned else ""
     if now.state == "loading":
@@ -101,10 +99,11 @@ def _no_model(now: EngineSnapshot, settings: Settings, *, local: bool) -> LabErr
         return NotLoadedError(f"no model is loaded{note}; {_remedy('load a model first', settings, local=local)}")
     reasons = {"memory": " because memory ran out", "idle": " because it was idle"}
     reason = f"{public_id(now.unloaded_model, local=local)} was unloaded{reasons.get(now.unload_cause or '', '')}{note}"
+    error: type[LabError] = NotLoadedError
+    what = "load it again"
     if now.unload_cause == "memory":
-        remedy = _remedy("load it again, or a smaller or more quantized one", settings, local=local)
-        return OutOfMemoryError(f"{reason}; {remedy}")
-    return NotLoadedError(f"{reason}; {_remedy('load it again', settings, local=local)}")
+        error, what = OutOfMemoryError, "load it again, or a smaller or more quantized one"
+    return error(f"{reason}; {_remedy(what, settings, local=local)}")
 
 
 def _remedy(what: str, settings: Settings, *, local: bool) -> str:

@@ -145,7 +145,12 @@ def chat_request(body: CountRequest) -> ChatRequest:
     # prefix cache.
     if kept := [text for text in system if not text.lstrip().startswith("x-anthropic-billing-header:")]:
         history.add("system", kept, place="system")
-    newest = newest_question("tool" if _has_only_results(message) else message.role for message in body.messages)
+    roles = []
+    for message in body.messages:
+        blocks = [] if isinstance(message.content, str | None) else message.content
+        has_only_results = bool(blocks) and all(isinstance(block, ToolResultBlock) for block in blocks)
+        roles.append("tool" if has_only_results else message.role)
+    newest = newest_question(roles)
     for number, message in enumerate(body.messages):
         _add_message(history, message, f"messages.{number}", is_newest=number == newest)
     fields: dict[str, Any] = {"model": body.model, "messages": history.messages()}
@@ -176,12 +181,6 @@ def chat_request(body: CountRequest) -> ChatRequest:
         # The format's own default of the temperature is 1.
         fields |= {"temperature": 1.0} | {name: value for name, value in others.items() if value is not None}
     return validated(ChatRequest, fields)
-
-
-def _has_only_results(message: InputMessage) -> bool:
-    """Whether a message contains results of tools and nothing else."""
-    blocks = [] if isinstance(message.content, str | None) else message.content
-    return bool(blocks) and all(isinstance(block, ToolResultBlock) for block in blocks)
 
 
 def _add_message(history: ChatHistory, message: InputMessage, place: str, *, is_newest: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import logging
@@ -216,6 +217,23 @@ def _describe(entry: ModelEntry, context_length: int | None, *, local: bool) -> 
             capabilities.append("insert")
     if "embedding" in entry.kinds:
         capabilities.append("embedding")
+    given: dict[str, Any] = {}
+    with contextlib.suppress(UnusableModelError, OSError):
+        if entry.format == "gguf":
+            header = read_gguf(entry.path)
+            parameters = sum(math.prod(tensor.shape) for tensor in header.tensors)
+            given = {"general.parameter_count": parameters, **header.metadata}
+        elif entry.format == "mlx":
+            config = read_json(entry.path / "config.json")
+            given = {f"{architecture}.{key}": config.get(its_key) for key, its_key in CONFIG_NAMES.items()}
+    # Neither longer texts nor more values are shown.
+    shown = {
+        key: value
+        for key, value in given.items()
+        if (isinstance(value, float) and math.isfinite(value))
+        or isinstance(value, int)
+        or (isinstance(value, str) and len(value) <= 1000)
+    }
     # The keys are those of GGUF files.
     shared = {
         "general.architecture": architecture,
@@ -229,31 +247,9 @@ def _describe(entry: ModelEntry, context_length: int | None, *, local: bool) -> 
         # Continue searches the template of a model that can fill gaps for this word.
         template=template + "{#- .Suffix: the prompt may have a suffix -#}" if infill else template,
         details=_details(entry),
-        model_info={**_metadata(entry), **{key: value for key, value in shared.items() if value is not None}},
+        model_info=dict(list(shown.items())[:256]) | {key: value for key, value in shared.items() if value is not None},
         capabilities=capabilities,
     )
-
-
-def _metadata(entry: ModelEntry) -> dict[str, Any]:
-    try:
-        if entry.format == "gguf":
-            header = read_gguf(entry.path)
-            parameters = sum(math.prod(tensor.shape) for tensor in header.tensors)
-            given: dict[str, Any] = {"general.parameter_count": parameters, **header.metadata}
-        else:
-            config = read_json(entry.path / "config.json") if entry.format == "mlx" else {}
-            given = {f"{entry.architecture}.{name}": config.get(key) for name, key in CONFIG_NAMES.items()}
-    except (UnusableModelError, OSError):
-        return {}
-    # Neither longer texts nor more values are shown.
-    shown = {
-        key: value
-        for key, value in given.items()
-        if (isinstance(value, float) and math.isfinite(value))
-        or isinstance(value, int)
-        or (isinstance(value, str) and len(value) <= 1000)
-    }
-    return dict(list(shown.items())[:256])
 
 
 # Downloads
@@ -331,19 +327,20 @@ class Downloads:
                 f"{self._limit} models are being downloaded, which is the limit; try again later", retry_after_s=30
             )
         download = self._running[name] = Download(name)
-        download.task = asyncio.create_task(self._run(download, may_download=may_download), name=f"lmx-lab pull {name}")
+
+        async def run() -> None:
+            try:
+                if may_download:
+                    fetch = functools.partial(self._catalog.fetch, name, download.report)
+                    await in_thread(fetch, name="lmx-lab-fetch")
+            finally:
+                del self._running[name]
+                download.changes.close()
+
+        download.task = asyncio.create_task(run(), name=f"lmx-lab pull {name}")
         # Retrieved, because all clients may have disconnected.
         download.task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return download
-
-    async def _run(self, download: Download, *, may_download: bool) -> None:
-        try:
-            if may_download:
-                fetch = functools.partial(self._catalog.fetch, download.name, download.report)
-                await in_thread(fetch, name="lmx-lab-fetch")
-        finally:
-            del self._running[download.name]
-            download.changes.close()
 
 
 async def _pull_lines(download: Download, request: Request) -> AsyncGenerator[str, None]:

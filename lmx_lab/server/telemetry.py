@@ -420,7 +420,19 @@ def content_attributes(ends: Sequence[RequestEnd]) -> Attributes:
     messages: list[dict[str, Any]] = []
     match first.request.prompt if isinstance(first.request, GenerationRequest) else None:
         case ChatPrompt() as prompt:
-            messages = [_input_message(message) for message in prompt.messages]
+            for message in prompt.messages:
+                role, content = str(message.get("role")), message.get("content")
+                given = [content] if isinstance(content, str) else content or []
+                texts = [part if isinstance(part, str) else str(part.get("text", "")) for part in given]
+                if role == "tool":
+                    id_ = message.get("tool_call_id")
+                    parts = [{"type": "tool_call_response", "id": id_, "response": "".join(texts)}]
+                else:
+                    parts = [_text_part(text) for text in texts if text]
+                    for call in message.get("tool_calls") or []:
+                        function = call.get("function") or {}
+                        parts.append(_call_part(call.get("id"), function.get("name"), function.get("arguments")))
+                messages.append(_message(role, parts))
         case TextPrompt() as prompt:
             messages = [_message("user", [_text_part(prompt.text)])]
         case InfillPrompt() as prompt:
@@ -438,18 +450,6 @@ def content_attributes(ends: Sequence[RequestEnd]) -> Attributes:
             outputs.append(_message("assistant", parts) | {"finish_reason": end.event.finish_reason})
         attributes["gen_ai.output.messages"] = _to_json(outputs)
     return attributes
-
-
-def _input_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    role, content = str(message.get("role")), message.get("content")
-    parts = [content] if isinstance(content, str) else content or []
-    texts = [part if isinstance(part, str) else str(part.get("text", "")) for part in parts]
-    if role == "tool":
-        response = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": "".join(texts)}
-        return _message(role, [response])
-    calls = [(call.get("id"), call.get("function") or {}) for call in message.get("tool_calls") or []]
-    called = [_call_part(id_, it.get("name"), it.get("arguments")) for id_, it in calls]
-    return _message(role, [*(_text_part(text) for text in texts if text), *called])
 
 
 def _message(role: str, parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -72,9 +72,14 @@ def token_routes(manager: ModelManager) -> APIRouter:
             reading = manager.with_model(wanted, lambda model: model.token_bytes(tokens))
             pieces = await while_connected(request, reading)
             if body.with_pieces:
-                answer["tokens"] = [
-                    {"id": token, "piece": _piece(data)} for token, data in zip(tokens, pieces, strict=True)
-                ]
+                answer["tokens"] = []
+                for token, data in zip(tokens, pieces, strict=True):
+                    piece: str | list[int]
+                    try:
+                        piece = data.decode()
+                    except UnicodeDecodeError:
+                        piece = list(data)
+                    answer["tokens"].append({"id": token, "piece": piece})
             if body.return_token_strs:
                 answer["token_strs"] = [token_text(data) for data in pieces]
         return json_response(to_json(answer), body.unknown)
@@ -143,10 +148,3 @@ def _loaded(manager: ModelManager) -> tuple[EngineSnapshot, ModelEntry]:
         raise error
     assert now.entry is not None
     return now, now.entry
-
-
-def _piece(data: bytes) -> str | list[int]:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return list(data)

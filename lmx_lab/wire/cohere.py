@@ -38,20 +38,23 @@ class CohereMessage(ChatMessage):
     @field_validator("content", mode="before")
     @classmethod
     def _read_documents(cls, value: Any) -> Any:
-        return [_as_text(part) for part in value] if isinstance(value, list) else value
+        if not isinstance(value, list):
+            return value
+        parts = []
+        for part in value:
+            if isinstance(part, dict) and part.get("type") == "document":
+                # It is usually a part of the result of a tool.
+                document = part.get("document")
+                data = document.get("data", document) if isinstance(document, dict) else document
+                text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+                parts.append({"type": "text", "text": text})
+            else:
+                parts.append(part)
+        return parts
 
     @property
     def effective_reasoning(self) -> str | None:
         return super().effective_reasoning or self.tool_plan
-
-
-def _as_text(part: Any) -> Any:
-    """Return a document, which is usually a part of the result of a tool, as a part with its text."""
-    if not isinstance(part, dict) or part.get("type") != "document":
-        return part
-    document = part.get("document")
-    data = document.get("data", document) if isinstance(document, dict) else document
-    return {"type": "text", "text": data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}
 
 
 class CohereFormat(LenientModel):

@@ -85,14 +85,39 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
         problems: ``errors()`` of pydantic's exception.
         shape: The class of the request. A similar field of this class is suggested for an unknown field.
     """
-    problem = _first_problem(problems)
+    problem = problems[0]
+    if problem["loc"] and _is_union_type(problem["loc"][-1]):
+        # The type of the union that most likely was intended: the one that matched the longest path; of two equal
+        # ones, the one without a wrong type.
+        union = problem["loc"][:-1]
+        alternatives = [each for each in problems if each["loc"][: len(union)] == union]
+        problem = max(alternatives, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     # A part of the path may be a name from the request, of any length.
     parts = tuple(problem["loc"])
     # The name of an unknown field may look like a type of a union.
     last = len(parts) - 1 if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument") else None
     path = [str(part)[:80] for at, part in enumerate(parts) if at == last or not _is_union_type(part)]
     field = ".".join(path)
-    message, value = _message(problem, shape), problem.get("input")
+    # pydantic's message, unless it describes its internals or lacks the number.
+    match problem["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            name, *rest = problem["loc"]
+            similar = did_you_mean(str(name), shape.model_fields) if shape is not None and not rest else ""
+            message = f"is not a field of this request, or not supported by this version{similar or '; leave it out'}"
+        case "model_type" | "model_attributes_type" | "dataclass_type" | "dict_type":
+            message = "must be a JSON object"
+        case "too_long":
+            limit = problem["ctx"]["max_length"]
+            message = f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"
+        case "too_short":
+            message = f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
+        case "union_tag_invalid":
+            # The message contains the tag, which may have any length.
+            tag = str(problem["ctx"]["tag"])
+            message = str(problem["msg"]).replace(tag, tag[:80])
+        case _:
+            message = str(problem["msg"]).removeprefix("Value error, ")
+    value = problem.get("input")
     # An integer from a notebook may have more digits than Python converts to text.
     if isinstance(value, str | float) or (isinstance(value, int) and value.bit_length() <= 1000):
         # Truncated first: the repr of a text of 8 MB takes tens of milliseconds.
@@ -101,39 +126,6 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
     if problem["type"] == "greater_than_equal" and path[-1:] and path[-1] in UNLIMITED_HINTS:
         message = f"{message}; {UNLIMITED_HINTS[path[-1]]}"
     return InvalidRequestError(f"{field or 'body'}: {message}", param=field or None)
-
-
-def _message(problem: dict[str, Any], shape: type[BaseModel] | None) -> str:
-    """Return pydantic's message, or a clearer one if pydantic's describes its internals or lacks the number."""
-    match problem["type"]:
-        case "extra_forbidden" | "unexpected_keyword_argument":
-            name, *rest = problem["loc"]
-            similar = did_you_mean(str(name), shape.model_fields) if shape is not None and not rest else ""
-            return f"is not a field of this request, or not supported by this version{similar or '; leave it out'}"
-        case "model_type" | "model_attributes_type" | "dataclass_type" | "dict_type":
-            return "must be a JSON object"
-        case "too_long":
-            limit = problem["ctx"]["max_length"]
-            return f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"
-        case "too_short":
-            return f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
-        case "union_tag_invalid":
-            # The message contains the tag, which may have any length.
-            tag = str(problem["ctx"]["tag"])
-            return str(problem["msg"]).replace(tag, tag[:80])
-        case _:
-            return str(problem["msg"]).removeprefix("Value error, ")
-
-
-def _first_problem(problems: Sequence[Any]) -> dict[str, Any]:
-    """Return the first problem. For a union, return the problem of the type that most likely was intended."""
-    first = problems[0]
-    if not (first["loc"] and _is_union_type(first["loc"][-1])):
-        return dict(first)
-    field = first["loc"][:-1]
-    alternatives = [problem for problem in problems if problem["loc"][: len(field)] == field]
-    # The type that matched the longest path; of two equal ones, the one without a wrong type.
-    return dict(max(alternatives, key=lambda problem: (len(problem["loc"]), not problem["type"].endswith("_type"))))
 
 
 def _is_union_type(part: str | int) -> bool:

@@ -195,28 +195,20 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem], *, earli
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None and body.reasoning.effort in EFFORTS:
         fields["reasoning_effort"] = body.reasoning.effort
-    if text_is_input_of is None and choice != "none":
-        fields |= _chat_tools(offered, choice, parallel=body.parallel_tool_calls is not False)
+    if text_is_input_of is None and choice != "none" and (offered.tools or choice not in (None, "auto")):
+        only = choice.chat_name if isinstance(choice, CallableTool) else None
+        fields |= {
+            "tools": [tool.function() for tool in offered.tools],
+            "tool_choice": choice if only is None else {"type": "function", "function": {"name": only}},
+            # A tool that is required by its name is called once.
+            "parallel_tool_calls": body.parallel_tool_calls is not False and only is None,
+        }
     return ConvertedRequest(
         chat=validated(ChatRequest, fields),
         tools=offered,
         generates=body.generate is not False,
         text_is_input_of=text_is_input_of,
     )
-
-
-def _chat_tools(offered: CallableTools, choice: CallableTool | str | None, *, parallel: bool) -> dict[str, Any]:
-    if not offered.tools and choice in (None, "auto"):
-        return {}
-    tool_choice: Any = choice
-    if isinstance(choice, CallableTool):
-        tool_choice = {"type": "function", "function": {"name": choice.chat_name}}
-    return {
-        "tools": [tool.function() for tool in offered.tools],
-        "tool_choice": tool_choice,
-        # A tool that is required by its name is called once.
-        "parallel_tool_calls": parallel and not isinstance(choice, CallableTool),
-    }
 
 
 # Items

@@ -264,18 +264,18 @@ async def _respond(
     with NAMES.in_errors():
         await while_connected(request, choices.start())
     writer = writer_for(choices.model)
-    created = writer.save()
-    store.start(writer.id, _in_background(choices, writer, HTTPConnection(request.scope)))
+    created, connection = writer.save(), HTTPConnection(request.scope)
+
+    async def generate() -> None:
+        """Generate the response. The writer stores it at the end."""
+        try:
+            async for _ in choices.texts(writer, lambda error: detail_for(connection, error)):
+                pass
+        except asyncio.CancelledError:
+            writer.cancel()
+
+    store.start(writer.id, generate())
     return Response(created, media_type="application/json", headers=answer_headers(service, caller, wanted))
-
-
-async def _in_background(choices: Choices, writer: ResponseWriter, connection: HTTPConnection) -> None:
-    """Generate a response. The writer stores it at the end."""
-    try:
-        async for _ in choices.texts(writer, lambda error: detail_for(connection, error)):
-            pass
-    except asyncio.CancelledError:
-        writer.cancel()
 
 
 # Stored items

@@ -40,7 +40,23 @@ def responses_routes(service: InferenceService) -> APIRouter:
         await accept(socket, service)
         # While a request is answered, only the next one is read.
         messages: asyncio.Queue[str | bytes | None] = asyncio.Queue(1)
-        reader = asyncio.ensure_future(_read(socket, messages))
+
+        async def read() -> bool:
+            """Put the messages of the client into the queue.
+
+            Returns when the client has disconnected (False) or the server is stopping (True). If it is stopping, the
+            queue ends with None.
+            """
+            try:
+                while True:
+                    await messages.put(await receive(socket, None))
+            except ServerStopping:
+                await messages.put(None)
+                return True
+            except WebSocketDisconnect:
+                return False
+
+        reader = asyncio.ensure_future(read())
         answers = asyncio.ensure_future(_answer_all(socket, service, store, messages))
         try:
             await asyncio.wait({reader, answers}, return_when=asyncio.FIRST_COMPLETED)
@@ -53,22 +69,6 @@ def responses_routes(service: InferenceService) -> APIRouter:
             await asyncio.gather(reader, answers, return_exceptions=True)
 
     return router
-
-
-async def _read(socket: WebSocket, messages: asyncio.Queue[str | bytes | None]) -> bool:
-    """Put the messages of the client into a queue.
-
-    Returns when the client has disconnected (False) or the server is stopping (True). If it is stopping, the queue
-    ends with None.
-    """
-    try:
-        while True:
-            await messages.put(await receive(socket, None))
-    except ServerStopping:
-        await messages.put(None)
-        return True
-    except WebSocketDisconnect:
-        return False
 
 
 async def _answer_all(
