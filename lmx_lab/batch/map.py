@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.arguments import chat_request
 from lmx_lab.backend import Backend, HasBackend
-from lmx_lab.batch.answers import DTYPES, SAMPLE, answer_table
+from lmx_lab.batch.answers import DTYPES, SAMPLE, Schema, TypedColumns, answer_table
 from lmx_lab.batch.cache import AnswerCache
-from lmx_lab.batch.columns import Schema, TypedColumns
 from lmx_lab.batch.prompts import PromptSource, RowPrompts
 from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, Retry
 from lmx_lab.batch.servers import loaded_model, same_models

@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any, Literal
 
 from lmx_lab.backend import Backend
-from lmx_lab.batch.answers import LOGPROBS, RowAnswer, answer_row
+from lmx_lab.batch.answers import LOGPROBS, RowAnswer, TypedColumns, answer_row
 from lmx_lab.batch.cache import AnswerCache
-from lmx_lab.batch.columns import TypedColumns
 from lmx_lab.batch.prompts import Prompt, Row, RowPrompts
 from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, loaded_model
 from lmx_lab.errors import ERROR_CLASSES, EngineDeadError, EngineError, InvalidRequestError, LabError

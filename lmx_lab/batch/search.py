@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lmx_lab.arguments import embeddings_body, rerank_body
 from lmx_lab.backend import Backend, HasBackend
+from lmx_lab.batch.answers import RowAnswer
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.map import backends_of
-from lmx_lab.batch.run import Errors
-from lmx_lab.batch.servers import same_models
-from lmx_lab.batch.vectors import (
-    EmbeddingRun,
-    embedding_model,
-    matrix_of,
-    most_similar,
-    problem_of,
-    texts_of,
-)
+from lmx_lab.batch.prompts import is_missing
+from lmx_lab.batch.run import UNFINISHED, Errors
+from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, identify, same_models
 from lmx_lab.blocking import in_thread, on_loop
-from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError
+from lmx_lab.errors import (
+    BatchStoppedError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    LabError,
+    NotLoadedError,
+)
 from lmx_lab.extras import import_optional
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import RowSource, make_table, read_source, select_rows, to_table, vector_table
 from lmx_lab.values.integers import whole_number
-from lmx_lab.values.outputs import InputType
+from lmx_lab.values.outputs import InputType, Vectors
+from lmx_lab.wire.embeddings import EmbeddingsBody
 
 if TYPE_CHECKING:
     import pandas as pd
+
+TEXTS_AT_ONCE = 64
+"""Maximum number of texts in a request. The engine fills its batches from a request."""
+CHARACTERS_AT_ONCE = 200_000
+"""Maximum number of characters in a request of several texts."""
+PROBE = "The sea is blue, and bread is baked."
+"""A text whose vectors are compared if there are several servers, because the hash of an attached lab's model is not
+known."""
 
 
 async def embed_frame(
@@ -231,3 +246,269 @@ def _vectors_of(run: EmbeddingRun, source: RowSource) -> Any:
     if source.library is None:
         table.attrs["labs"] = run.figures()
     return table
+
+
+async def embedding_model(backend: Backend, name: str | None, *, hashed: bool) -> LoadedModel:
+    """Return the embedding model that ``name`` selects: by default the pinned one, otherwise the loaded one.
+
+    Args:
+        hashed: Whether to hash the model's files, if they are on this machine.
+
+    Raises:
+        NotLoadedError: no such model is in memory.
+    """
+    loaded = [record for record in (await backend.models()).models if record.loaded]
+    if name is not None:
+        loaded = [record for record in loaded if name in (record.id, record.path)]
+    # The echo engine is a chat model that also computes vectors.
+    loaded = [each for each in loaded if each.kind == "embedding"] or [each for each in loaded if each.engine == "echo"]
+    if not loaded:
+        wanted = "no embedding model is in memory" if name is None else f"no embedding model {name!r:.80} is in memory"
+        raise NotLoadedError(
+            f"{wanted} at {backend.state().url}; start the lab with embedder=..., or load one: lab.load('minilm-l6')"
+        )
+    record = min(loaded, key=lambda each: (not each.pinned, not each.main))
+    return await identify(backend, record, hashed=hashed)
+
+
+def texts_of(source: RowSource, column: str | int | None) -> tuple[list[Any], list[Any]]:
+    """Return the labels of the rows, and the values of a column.
+
+    Raises:
+        InvalidRequestError: the column does not exist, or it is not named and there are several.
+    """
+    columns = source.columns
+    if columns is None:
+        raise InvalidRequestError("the rows are an iterable; pass a data frame, a column or a list", param="frame")
+    if column is None and len(columns) != 1:
+        listed = ", ".join(columns) or "none"
+        raise InvalidRequestError(f"name the column of the texts, one of: {listed}", param="column")
+    # Names of columns that are not texts, such as numbers, have been converted.
+    name = columns[0] if column is None else str(column)
+    if name not in columns:
+        raise InvalidRequestError(
+            f"there is no column {name!r:.80}; the columns are {', '.join(columns)}", param="column"
+        )
+    rows = list(source.rows)
+    return [label for label, _ in rows], [row.get(name) for _, row in rows]
+
+
+class EmbeddingRun(ServerRun[list[str]]):
+    """Computes the vectors of texts. Equal texts are computed once. Coroutines run on the lab's event loop.
+
+    Args:
+        backends: The servers, which have the same model. Each computes one request at a time.
+        texts: Values of a column. A value that is not a text has an error instead of a vector.
+        make_body: Creates the request for a list of texts.
+        name: The name that selects the model, as for ``embedding_model``.
+        key: Identifies the model and the settings in the keys of the cache.
+    """
+
+    product = "vectors"
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        model: LoadedModel,
+        texts: Sequence[Any],
+        make_body: Callable[[Sequence[str]], EmbeddingsBody],
+        *,
+        name: str | None,
+        key: str,
+        errors: Errors = "row",
+        cache: AnswerCache | None = None,
+    ) -> None:
+        servers = [RowServer(each, 1, waiting=0) for each in backends]
+        super().__init__(model, servers, partial(embedding_model, name=name, hashed=False), cache=cache)
+        self._make_body, self._key = make_body, key
+        self._texts, self._errors = texts, errors
+        self._vectors: dict[str, Vectors] = {}
+        self._failures: dict[str, str] = {}
+        self._expected: Vectors | None = None
+        """The vector of ``PROBE``; None if it was not computed."""
+        different = dict.fromkeys(text for text in texts if isinstance(text, str) and text)
+        self._ready.extend(divide_texts(different))
+        self.total = len(different)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return the statistics of each server as rows of a table. Vectors from the cache are not counted."""
+        return [
+            {
+                "url": each.url,
+                "vectors": each.answers,
+                "vectors_per_s": each.rate(each.answers),
+                "returned": each.returned,
+                "error": each.error,
+            }
+            for each in self._servers
+        ]
+
+    async def step(self) -> bool:
+        """Compute the vectors of the next texts. Returns whether texts remain.
+
+        Raises:
+            BatchStoppedError: no further vectors can be computed, for example because the model was unloaded.
+            LabError: no vectors could be computed, or a text failed and ``errors`` is ``raise``.
+        """
+        if len(self._servers) > 1 and self._ready and self._expected is None:
+            await self._compare_servers()
+        await self._work()
+        return self._has_texts
+
+    @property
+    def _has_texts(self) -> bool:
+        return bool(self._ready) or any(each.running for each in self._servers)
+
+    def _must_return(self) -> bool:
+        return self._failure is not None or not self._has_texts
+
+    async def _compare_servers(self) -> None:
+        """Check that all servers compute the same vector for a text, before the first texts are sent.
+
+        Raises:
+            InvalidRequestError: two of them compute different vectors.
+        """
+        first = self._servers[0]
+        expected = await self._send(lambda: self._probe(first), first, waits=True)
+        for server in self._servers[1:]:
+            vector = await self._send(partial(self._probe, server), server, waits=True)
+            if not _is_same(vector, expected):
+                raise InvalidRequestError(
+                    f"the labs compute different vectors for the same text: {self._model.description} at {first.url}, "
+                    f"and a model with the same name and size but other files at {server.url}; load the same files in "
+                    "all of them",
+                    param="labs",
+                )
+        self._expected = expected
+
+    async def _probe(self, server: RowServer) -> Vectors:
+        vectors = await server.backend.embed(self._make_body([PROBE]))
+        vector: Vectors = vectors[0]
+        return vector
+
+    async def _has_model(self, server: RowServer) -> bool:
+        if self._expected is None or not await super()._has_model(server):
+            return False
+        return _is_same(await self._probe(server), self._expected)
+
+    async def _compute(self, item: list[str], server: RowServer) -> None:
+        if self._cache is not None:
+            found = await self._cache.find([self._key_of(text) for text in item])
+            for text in item:
+                if (answer := found.get(self._key_of(text))) is not None:
+                    self._vectors[text] = np.frombuffer(base64.b64decode(answer.text or ""), dtype="<f4")
+                    self.done += 1
+        missing = [text for text in item if text not in self._vectors]
+        if not missing:
+            return
+        body = self._make_body(missing)
+        try:
+            vectors = await self._send(lambda: server.backend.embed(body), server)
+        except LabError as exc:
+            await self._recover(missing, server, exc)
+            return
+        server.count(len(missing))
+        await self._store(self._add(missing, vectors))
+
+    async def _add(self, texts: Sequence[str], vectors: Iterable[Vectors]) -> None:
+        """Store vectors in the cache, and add them to the result."""
+        found = dict(zip(texts, vectors, strict=True))
+        self._vectors.update(found)
+        self.done += len(found)
+        self._progress_at = time.monotonic()
+        if self._cache is not None:
+            answers = {}
+            for text, vector in found.items():
+                content = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
+                answers[self._key_of(text)] = RowAnswer(text=content)
+            await self._cache.add(answers, self._key)
+
+    async def _recover(self, texts: list[str], server: RowServer, error: LabError) -> None:
+        """Continue after a failed request: without the text that was refused, or with another server.
+
+        Raises:
+            LabError: the run cannot continue.
+        """
+        name, _, at = (error.param or "").partition(".")
+        concerns_text = name == "input" and (at.isdigit() or len(texts) == 1)
+        if isinstance(error, InvalidRequestError) and concerns_text:
+            if self._errors == "raise":
+                self._fail(error, concerns_row=True)
+                return
+            refused = texts[int(at or 0)]
+            self._failures[refused] = error.message
+            self.done += 1
+            if others := [text for text in texts if text is not refused]:
+                self._ready.appendleft(others)
+            return
+        concerns_request = isinstance(error, InvalidRequestError | EngineError) and name != "model"
+        if concerns_request and not isinstance(error, EngineDeadError):
+            raise error
+        await self._give_back(texts, server, error, rows=len(texts))
+
+    def _key_of(self, text: str) -> str:
+        return hashlib.sha256(json.dumps([self._key, text]).encode()).hexdigest()[:32]
+
+    def vectors(self) -> list[Vectors | None]:
+        """Return the vector of each text; None if it was not computed."""
+        return [self._vectors.get(text) if isinstance(text, str) else None for text in self._texts]
+
+    def errors(self) -> list[str | None]:
+        """Return for each text why it has no vector; None if it has one."""
+        return [
+            problem_of(text) or (None if text in self._vectors else self._failures.get(text, UNFINISHED.error))
+            for text in self._texts
+        ]
+
+
+def matrix_of(vectors: Iterable[Any]) -> Vectors:
+    """Return vectors as the rows of a matrix in float32. A row without a vector is NaN."""
+    listed = list(vectors)
+    width = next((len(vector) for vector in listed if vector is not None), 0)
+    missing = np.full(width, np.nan, dtype=np.float32)
+    rows = [missing if vector is None else vector for vector in listed]
+    return np.array(rows, dtype=np.float32).reshape(len(rows), width)
+
+
+def most_similar(vectors: Vectors, query: Vectors, count: int) -> list[tuple[int, float]]:
+    """Return the positions and cosine similarities of the rows that are most similar to a query, in descending order.
+
+    Rows of NaN are left out. Equal rows keep their order.
+    """
+    if not vectors.size:
+        return []
+    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(query)
+    # Rounding may move the similarity of equal vectors slightly above 1.
+    similarities = np.clip((vectors @ query) / np.where(lengths == 0, np.inf, lengths), -1, 1)
+    order = np.argsort(-similarities, kind="stable")
+    known = ((int(at), float(similarities[at])) for at in order if not np.isnan(similarities[at]))
+    return list(islice(known, count))
+
+
+def _is_same(vector: Vectors, other: Vectors) -> bool:
+    """Return whether two vectors are equal apart from the rounding of different machines, by their cosine."""
+    if vector.shape != other.shape:
+        return False
+    return float(vector @ other) >= 0.999 * float(np.linalg.norm(vector) * np.linalg.norm(other))
+
+
+def divide_texts(texts: Iterable[str]) -> list[list[str]]:
+    """Divide texts into requests."""
+    requests: list[list[str]] = []
+    characters = 0
+    for text in texts:
+        characters += len(text)
+        if not requests or len(requests[-1]) == TEXTS_AT_ONCE or characters > CHARACTERS_AT_ONCE:
+            requests.append([])
+            characters = len(text)
+        requests[-1].append(text)
+    return requests
+
+
+def problem_of(text: Any) -> str | None:
+    """Return why a value of a column has no vector; None if it is a text."""
+    if not isinstance(text, str):
+        if is_missing(text):
+            return "the text is missing"
+        return f"the value is {text!r:.40}, not a text; convert the column with .astype(str)"
+    return None if text else "the text is empty"

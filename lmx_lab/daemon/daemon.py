@@ -16,39 +16,103 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, overload
 from urllib.parse import urlsplit
 
-from lmx_lab.daemon.app import create_daemon_app, daemon_policy
+from fastapi import FastAPI
+
 from lmx_lab.daemon.encoding import timestamp
 from lmx_lab.daemon.home import DaemonHome, LogFile
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.mcp.watchdog import ServerProcesses
+from lmx_lab.daemon.routes.events import PATH, event_routes
+from lmx_lab.daemon.routes.resources import (
+    HEALTH,
+    daemon_routes,
+    mcp_routes,
+    permission_routes,
+    session_routes,
+    turn_routes,
+)
 from lmx_lab.daemon.services import Services, Subscribers
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import run_retention
+from lmx_lab.daemon.storage.sessions import LIST_LIMIT
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.toolbox import Toolbox
+from lmx_lab.daemon.toolbox import Toolbox
+from lmx_lab.daemon.tools import PythonTools
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError
-from lmx_lab.http.guard import GuardPolicy, LivePolicy
-from lmx_lab.http.middleware import VERSION
+from lmx_lab.http.guard import ASGIApp, GuardPolicy, LivePolicy, local_policy
+from lmx_lab.http.middleware import VERSION, wrap_app
+from lmx_lab.http.openapi import DescribedAPI
 from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
 from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.daemon import StateFile
-from lmx_lab.wire.events import DaemonStarted, DaemonStopping
+from lmx_lab.wire.events import EVENT_DATA, DaemonStarted, DaemonStopping, Envelope
 
 log = logging.getLogger(__name__)
 ShutdownMode = Literal["drain", "now"]
 COMPONENT_STOP_S = 15.0
 """Maximum time for which the stop of one component is awaited before the next one is stopped."""
 STOP_ORDER = ("turns", "retention", "subscribers", "MCP servers", "server", "model client", "store", "state file")
+METHODS = ("GET", "POST", "PATCH", "DELETE")
+POLLS = ("events_events", "events_events_of_session")
+"""Operation ids of the routes that poll events."""
+KEY_HINT = (
+    "send the header Authorization: Bearer TOKEN; the token is new at each start, in state.json in the daemon's folder "
+    "($LMX_LAB_HOME/daemon)"
+)
+
+
+def create_daemon_app(
+    services: Services, *, policy: Callable[[], GuardPolicy], max_body_bytes: int
+) -> tuple[ASGIApp, FastAPI]:
+    """Create the application with its routes, error bodies, guard, CORS and request ids. Starts nothing."""
+    limits = services.limits
+    api = DescribedAPI(
+        title="LMX Lab daemon",
+        version=VERSION,
+        redirect_slashes=False,
+        openapi_url="/v3/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        extra_models=(Envelope, *EVENT_DATA),
+        key=("token", KEY_HINT),
+        open_paths=frozenset({HEALTH}),
+        maximums={
+            **{(operation, "wait"): limits.wait_s for operation in (*POLLS, "turns_read")},
+            **{(operation, "limit"): limits.page_events for operation in POLLS},
+            ("sessions_listed", "limit"): LIST_LIMIT,
+        },
+    )
+    api.state.max_body_bytes = max_body_bytes
+    # Routes are tried in this order, so those of turns come first.
+    for routes in (turn_routes, daemon_routes, session_routes, permission_routes, event_routes, mcp_routes):
+        api.include_router(routes(services))
+    return wrap_app(api, policy, methods=METHODS), api
+
+
+def daemon_policy(settings: Settings, port: int, token: str, own_names: Sequence[str] = ()) -> GuardPolicy:
+    """Return the rules for callers of the daemon: loopback and the hosts and origins of the settings are accepted, and
+    all routes except health need the token.
+
+    Args:
+        own_names: Names and addresses of this computer that are accepted with this port.
+
+    Raises:
+        InvalidRequestError: ``allowed_hosts`` or ``cors_origins`` has an entry that can never match.
+    """
+    host = settings.daemon_host.strip("[]")
+    names = [*own_names, *([] if host in ("0.0.0.0", "::", "localhost") else [host])]
+    own_hosts = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
+    policy = local_policy(port, hosts=[*own_hosts, *settings.allowed_hosts], origins=settings.cors_origins, key=token)
+    return replace(policy, key_hint=KEY_HINT, open_paths=frozenset({HEALTH}), query_key_paths=frozenset({PATH}))
 
 
 @dataclass(kw_only=True, eq=False)

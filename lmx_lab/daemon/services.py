@@ -16,7 +16,7 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.mcp.servers import McpServers
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.tools.toolbox import Toolbox
+from lmx_lab.daemon.toolbox import Toolbox
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.errors import QueueFullError

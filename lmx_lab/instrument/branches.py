@@ -22,7 +22,7 @@ from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import blocking, both, in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
-from lmx_lab.instrument.traces import ActivationCache, activation_fields, traced_answer
+from lmx_lab.instrument.traces import ActivationCache, activation_fields, compute_trace
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, Formats
 from lmx_lab.values.integers import integer, whole_number
@@ -324,9 +324,7 @@ class HasTokens(CanBranch):
         backend = self._backend
         if backend is None:
             raise InvalidRequestError("there is no lab that can compute the tokens of this answer; use lab.trace(...)")
-        text = await in_thread(lambda: traced_answer(self._tokens))
-        fields = activation_fields(hooks, positions)
-        return ActivationCache(await on_loop(backend.portal, text.run(backend, fields)))
+        return ActivationCache(await compute_trace(backend, self, activation_fields(hooks, positions)))
 
     trace, atrace = both(_trace)
 

@@ -1,6 +1,5 @@
-"""Convert texts, conversations, token ids and answers to the input of traces, and show the values of hooks.
-
-The text of a trace is read in another thread, because a recorded request reads its answer from the recording.
+"""Show what a model computes for a text or an answer: the values of hooks, the attention of a block, the tokens that it
+would predict after each block, and the parts of the logit of a token.
 """
 
 from __future__ import annotations
@@ -11,21 +10,27 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.results.figures import HeatMap, Picture
+from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, write_file
 from lmx_lab.results.tables import Html, html_table
-from lmx_lab.values.integers import integer
+from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.steering import recorded_steering
 from lmx_lab.values.tracing import Trace
 from lmx_lab.wire.admin import HookNamesBody, TraceBody
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.errors import validated
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Shape = tuple[int | str, ...]
 Token = int | str
@@ -33,6 +38,14 @@ Token = int | str
 HOOKS = TraceBody(trace=HookNamesBody(kind="hooks"))
 """The request for the names of the hooks."""
 BLOCK = re.compile(r"^blocks\.\d+\.")
+SHOWN_TOKENS = 40
+"""Maximum number of tokens on each axis of a displayed ``AttentionPattern``, counted from the first."""
+LENS_COLUMNS = {
+    **{"block": "int64", "position": "int64", "token": "str", "rank": "int64", "predicted": "str"},
+    **{"id": "int64", "logprob": "float32"},
+}
+SHOWN_POSITIONS = 16
+"""Maximum number of positions of a displayed ``LogitLensTable``, counted from the last."""
 
 
 class Answer(Protocol):
@@ -76,15 +89,29 @@ def traced(what: What) -> Traced:
     """Return the text of a trace.
 
     Raises:
-        InvalidRequestError: the argument has none of the types in ``What``, or the answer has no token ids.
+        InvalidRequestError: the argument has none of the types in ``What``, the token ids of the answer are not known,
+            or it was steered.
     """
     if isinstance(what, str):
         return Traced(text={"text": what})
     if isinstance(answer := getattr(what, "_tokens", None), TokenAnswer):
-        return traced_answer(answer)
+        if recorded_steering(answer.request):
+            raise InvalidRequestError(
+                "this answer was steered, but a trace does not add steering vectors; to trace it without them, pass "
+                "its token ids",
+                param="what",
+            )
+        if not answer.prompt_ids or not answer.ids:
+            raise InvalidRequestError(
+                "the token ids of this answer are not known, because its server runs in another process, or the engine "
+                "did not return them; trace its text",
+                param="what",
+            )
+        tokens = [*answer.prompt_ids, *answer.ids]
+        return Traced(text={"tokens": tokens}, model=answer.model, weights=answer.weights, format=answer.format)
     items = _items(what)
-    if items and None not in (tokens := [integer(item) for item in items]):
-        return Traced(text={"tokens": tokens})
+    if items and None not in (ids := [integer(item) for item in items]):
+        return Traced(text={"tokens": ids})
     if items and all(isinstance(item, Mapping) for item in items):
         return Traced(text={"messages": items})
     raise InvalidRequestError(
@@ -92,26 +119,18 @@ def traced(what: What) -> Traced:
     )
 
 
-def traced_answer(answer: TokenAnswer) -> Traced:
-    """Return the prompt and the tokens of an answer as the text of a trace.
+async def compute_trace(backend: Backend, what: What, trace: Mapping[str, Any]) -> Trace:
+    """Compute a trace of a text, an answer or a recorded request. Has steps.
+
+    Args:
+        trace: As in ``Traced.run``.
 
     Raises:
-        InvalidRequestError: the token ids of the answer are not known, or it was steered.
+        LabError: see ``traced`` and ``Traced.run``.
     """
-    if recorded_steering(answer.request):
-        raise InvalidRequestError(
-            "this answer was steered, but a trace does not add steering vectors; to trace it without them, pass its "
-            "token ids",
-            param="what",
-        )
-    if not answer.prompt_ids or not answer.ids:
-        raise InvalidRequestError(
-            "the token ids of this answer are not known, because its server runs in another process, or the engine "
-            "did not return them; trace its text",
-            param="what",
-        )
-    tokens = [*answer.prompt_ids, *answer.ids]
-    return Traced(text={"tokens": tokens}, model=answer.model, weights=answer.weights, format=answer.format)
+    # In another thread, because a recorded request reads its answer from the recording.
+    text = await in_thread(lambda: traced(what))
+    return await on_loop(backend.portal, text.run(backend, trace))
 
 
 def traced_pair(clean: What, corrupt: What) -> tuple[Traced, Traced]:
@@ -281,6 +300,246 @@ def _table(title: str, shapes: Mapping[str, Shape]) -> str:
     return f"<div>{html.escape(title)}</div>{html_table((), rows)}"
 
 
+class AttentionPattern(Picture):
+    """The attention of all heads of a block. Notebooks display one head large, and the others on demand.
+
+    Attributes:
+        layer: Index of the block.
+        head: Index of the head that is displayed large.
+        tokens, texts: The ids and the texts of the tokens.
+        pattern: Attention weights in float32, of shape (heads, queries, keys). The weights of a query sum to 1, or to
+            less if the model has attention sinks.
+    """
+
+    def __init__(self, trace: Trace, *, head: int) -> None:
+        self.model = trace.model
+        self.tokens, self.texts = trace.tokens, trace.texts
+        ((name, pattern),) = trace.arrays.items()
+        self.layer = int(name.split(".")[1])
+        self.pattern: NDArray[np.float32] = pattern.swapaxes(0, 1)
+        self.head = self._index_of(head)
+
+    def _index_of(self, head: int) -> int:
+        heads = len(self.pattern)
+        if not -heads <= head < heads:
+            raise InvalidRequestError(
+                f"head is {head}; block {self.layer} of {self.model} has {heads} heads, 0 to {heads - 1}", param="head"
+            )
+        return head % heads
+
+    def heat_map(self, head: int | None = None) -> HeatMap:
+        """Return the heat map of a head, by default ``head``, with one row for each attending token. A negative head
+        counts from the last one.
+
+        Raises:
+            InvalidRequestError: the head does not exist.
+        """
+        head = self.head if head is None else self._index_of(head)
+        values = self.pattern[head, :SHOWN_TOKENS, :SHOWN_TOKENS]
+        labels = [token_label(text) for text in self.texts[:SHOWN_TOKENS]]
+
+        def describe(row: int, column: int) -> str:
+            return f"{self.texts[row]!r} attends to {self.texts[column]!r}: {values[row, column]:.2%}"
+
+        return HeatMap(
+            title=f"Block {self.layer}, head {head} of {self.model}",
+            values=values.tolist(),
+            rows=labels,
+            columns=labels,
+            row_axis="query",
+            column_axis="key",
+            describe=describe,
+            limit=1.0,
+            unit="attention weight",
+        )
+
+    def __repr__(self) -> str:
+        heads, queries, _ = self.pattern.shape
+        return f"<AttentionPattern of {self.model}: block {self.layer}, {heads} heads, {queries} tokens; .pattern>"
+
+    def _repr_html_(self) -> str:
+        small = ""
+        for head, pattern in enumerate(self.pattern[:, :SHOWN_TOKENS, :SHOWN_TOKENS]):
+            names, side = [""] * len(pattern), 110 / max(1, len(pattern))
+            cells = {"values": pattern.tolist(), "rows": names, "columns": names, "cell": (side, side)}
+            small += HeatMap(title=f"head {head}", limit=1.0, **cells).svg()
+        more = len(self.tokens) - SHOWN_TOKENS
+        note = (
+            f"<div>The first {SHOWN_TOKENS} tokens are shown; .pattern contains {more} more.</div>" if more > 0 else ""
+        )
+        title = html.escape(f"All heads of block {self.layer}")
+        return f"{self.svg()}<details><summary>{title}</summary>{small}</details>{note}"
+
+
+class LogitLensTable(Picture):
+    """The most likely next tokens after each block and each position of a text.
+
+    Attributes:
+        tokens, texts: The ids and the texts of the tokens of the whole text.
+        positions: The positions that were computed.
+        ids: Ids of the predicted tokens, of shape (blocks, positions, top), by descending probability.
+        logprobs: The natural log-probabilities of ``ids``.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.model = trace.model
+        self.tokens, self.texts = trace.tokens, trace.texts
+        self.positions: tuple[int, ...] = tuple(trace.details["positions"])
+        self.ids, self.logprobs = trace.arrays["ids"], trace.arrays["logprobs"]
+        self._predicted: dict[str, str] = trace.details["texts"]
+
+    def predicted(self, block: int, position: int) -> tuple[str, ...]:
+        """Return the texts of the most likely next tokens after a block and a position, by descending probability.
+
+        Args:
+            block: Index of the block; negative ones count from the end.
+            position: One of ``positions``; negative ones count from the end of the text.
+
+        Raises:
+            InvalidRequestError: the block does not exist, or the position was not computed.
+        """
+        blocks, at = len(self.ids), position + len(self.texts) if position < 0 else position
+        if not -blocks <= block < blocks:
+            raise InvalidRequestError(
+                f"block is {block}; {self.model} has {blocks} blocks, 0 to {blocks - 1}", param="block"
+            )
+        if at not in self.positions:
+            raise InvalidRequestError(
+                f"position is {position}, which was not computed; .positions lists the computed ones", param="position"
+            )
+        return tuple(self._predicted[str(token)] for token in self.ids[block, self.positions.index(at)])
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each block, position and rank (1 is the most likely token).
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        blocks, places, ranks = (axis.ravel() for axis in np.indices(self.ids.shape))
+        positions = np.array(self.positions)[places]
+        columns = (
+            blocks,
+            positions,
+            [self.texts[at] for at in positions],
+            ranks + 1,
+            [self._predicted[str(token)] for token in self.ids.ravel()],
+            self.ids.ravel(),
+            self.logprobs.ravel(),
+        )
+        return make_table(dict(zip(LENS_COLUMNS, columns, strict=True)), LENS_COLUMNS)
+
+    def heat_map(self) -> HeatMap:
+        """Return the heat map: the most likely token in each cell, coloured by its probability, with the last block on
+        top. It contains the last ``SHOWN_POSITIONS`` positions.
+        """
+        shown = range(max(0, len(self.positions) - SHOWN_POSITIONS), len(self.positions))
+        blocks = range(len(self.ids))[::-1]
+        probabilities = np.exp(self.logprobs[..., 0])
+
+        def describe(row: int, column: int) -> str:
+            block, at = blocks[row], shown[column]
+            pairs = zip(self.predicted(block, self.positions[at]), self.logprobs[block, at], strict=True)
+            lines = [f"{np.exp(logprob):7.2%}  {text!r}" for text, logprob in pairs]
+            return "\n".join([f"block {block}, after {self.texts[self.positions[at]]!r}", *lines])
+
+        return HeatMap(
+            title=f"Logit lens of {self.model}",
+            values=[[float(probabilities[block, at]) for at in shown] for block in blocks],
+            rows=[str(block) for block in blocks],
+            columns=[token_label(self.texts[self.positions[at]]) for at in shown],
+            row_axis="block",
+            column_axis="token",
+            texts=[[token_label(self.predicted(block, self.positions[at])[0]) for at in shown] for block in blocks],
+            describe=describe,
+            limit=1.0,
+            unit="probability of the token",
+            cell=(62.0, 17.0),
+        )
+
+    def __repr__(self) -> str:
+        blocks, positions, top = self.ids.shape
+        last = ", ".join(map(repr, self.predicted(-1, max(self.positions))))
+        return (
+            f"<LogitLensTable of {self.model}: {blocks} blocks, {positions} positions, {top} tokens each; after the "
+            f"last block and position: {last}; .df contains all values>"
+        )
+
+    def _repr_html_(self) -> str:
+        more = len(self.positions) - SHOWN_POSITIONS
+        note = (
+            f"<div>The last {SHOWN_POSITIONS} positions are shown; .df contains {more} more.</div>" if more > 0 else ""
+        )
+        return self.svg() + note
+
+
+class LogitAttribution(Picture):
+    """The contributions of the parts of a model to the logit of the next token, or to a difference of two logits.
+
+    Attributes:
+        logit: The logit or the difference, without the soft cap that some families apply. It is the sum of
+            ``embedding``, ``attention``, ``mlp`` and ``bias``.
+        embedding: Contribution of the values before the first block.
+        attention, mlp: Contributions of each block, of shape (blocks).
+        heads: Contributions of each attention head, of shape (blocks, heads); NaN where attention is not the sum of
+            its heads. Their sum differs from ``attention`` by the bias of the output projection, if there is one.
+        bias: Contribution of the biases of the final norm and the output head.
+    """
+
+    def __init__(self, trace: Trace, *, label: str) -> None:
+        details = trace.details
+        self.model, self.texts = trace.model, trace.texts
+        self.logit: float = details["logit"]
+        self.embedding: float = details["embedding"]
+        self.bias: float = details["bias"]
+        self.attention: NDArray[np.float32] = trace.arrays["attention"]
+        self.mlp: NDArray[np.float32] = trace.arrays["mlp"]
+        self.heads: NDArray[np.float32] = trace.arrays["heads"]
+        self._label = label
+
+    @property
+    def df(self) -> pd.DataFrame:
+        """A data frame with one row for each part: ``embedding``, ``attention``, ``head``, ``mlp`` and ``bias``. The
+        rows of heads are the parts of those of attention.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        rows: list[tuple[int | None, str, int | None, float]] = [(None, "embedding", None, self.embedding)]
+        for block, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
+            rows.append((block, "attention", None, float(attention)))
+            rows += [(block, "head", head, float(value)) for head, value in enumerate(self.heads[block])]
+            rows.append((block, "mlp", None, float(mlp)))
+        rows.append((None, "bias", None, self.bias))
+        return make_table(rows, {"block": "Int64", "part": "str", "head": "Int64", "contribution": "float64"})
+
+    def heat_map(self) -> HeatMap:
+        """Return the heat map of the contributions, with the last block on top."""
+        names = [*(f"head {head}" for head in range(self.heads.shape[1])), "attention", "MLP"]
+        values = np.column_stack([self.heads, self.attention, self.mlp])[::-1]
+        blocks = range(len(values))[::-1]
+
+        def describe(row: int, column: int) -> str:
+            return f"block {blocks[row]}, {names[column]}: {values[row, column]:+.3f}"
+
+        return HeatMap(
+            title=f"Contributions to the logit of {self._label}, {self.model}",
+            values=values.tolist(),
+            rows=[str(block) for block in blocks],
+            columns=names,
+            row_axis="block",
+            describe=describe,
+            unit="contribution in logits",
+            cell=(30.0, 12.0),
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<LogitAttribution of {self.model}: {self._label} {self.logit:.3f} = {self.embedding:.3f} embedding, "
+            f"{self.attention.sum():.3f} attention, {self.mlp.sum():.3f} MLPs, {self.bias:.3f} biases; .df has all>"
+        )
+
+
 # Methods of a lab
 
 
@@ -320,5 +579,58 @@ async def trace(
         ContextLengthError: the text is longer than the model's context.
         AdminForbiddenError: the server runs on another machine.
     """
-    fields, text = activation_fields(hooks, positions), await in_thread(lambda: traced(what))
-    return ActivationCache(await on_loop(backend.portal, text.run(backend, fields)))
+    return ActivationCache(await compute_trace(backend, what, activation_fields(hooks, positions)))
+
+
+async def logit_lens(
+    backend: Backend, what: What, *, top: int = 5, positions: int | Sequence[int] | None = None
+) -> LogitLensTable:
+    """Return the tokens that the model would predict after each of its blocks, at each position of a text.
+
+    The final norm and the head of the model are applied to the residual stream after each block.
+
+    Args:
+        what: As in ``trace``.
+        top: Number of tokens for each block and position, up to 100.
+        positions: As in ``trace``.
+
+    Raises:
+        LabError: see ``trace``.
+    """
+    fields = {"kind": "logit_lens", "top": top, "positions": position_list(positions)}
+    return LogitLensTable(await compute_trace(backend, what, fields))
+
+
+async def attention(backend: Backend, what: What, layer: int, head: int = 0) -> AttentionPattern:
+    """Return how much each token of a text attends to the preceding tokens, in all heads of a block.
+
+    Args:
+        what: As in ``trace``.
+        layer: Index of the block; negative ones count from the last block.
+        head: Index of the head that is displayed large; negative ones count from the last head.
+
+    Raises:
+        LabError: see ``trace``.
+    """
+    block, shown = whole_number(layer, "layer"), whole_number(head, "head")
+    fields = activation_fields(f"blocks.{block}.attn.hook_pattern", None)
+    return AttentionPattern(await compute_trace(backend, what, fields), head=shown)
+
+
+async def direct_logit_attribution(
+    backend: Backend, what: What, token: Token, *, other: Token | None = None
+) -> LogitAttribution:
+    """Return the contribution of each block, and each of its attention heads, to the logit of the next token.
+
+    Args:
+        what: As in ``trace``.
+        token: Id or text of the token, such as ``" Paris"``; a text must be exactly one token.
+        other: If set, the logit of ``token`` minus that of ``other`` is decomposed.
+
+    Raises:
+        LabError: see ``trace``.
+    """
+    names = [token_name(token, "token"), *([] if other is None else [token_name(other, "other")])]
+    fields = {"kind": "attribution", **dict(zip(("token", "other"), names, strict=False))}
+    label = " minus ".join(map(repr, names))
+    return LogitAttribution(await compute_trace(backend, what, fields), label=label)

@@ -26,7 +26,7 @@ from lmx_lab.errors import InvalidRequestError, MissingPackageError
 from lmx_lab.evals import evaluate
 from lmx_lab.evals.experiments import FILE, Experiments
 from lmx_lab.extras import optional_imports
-from lmx_lab.instrument import attention, attribution, branches, compare, logit_lens, patching, probes, timeline, traces
+from lmx_lab.instrument import branches, compare, patching, probes, timeline, traces
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.notebook import loading, reply, results
 from lmx_lab.notebook.reply import PendingStream
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from lmx_lab.bench.runner import Measured
     from lmx_lab.client import AsyncLabClient, LabClient
-    from lmx_lab.daemon.tools.python_tools import PythonTools
+    from lmx_lab.daemon.tools import PythonTools
     from lmx_lab.engine import ModelManager
     from lmx_lab.notebook.daemon import LabDaemon
     from lmx_lab.notebook.local import LocalServer, LoopChoice
@@ -400,9 +400,9 @@ class Lab:
     timeline, atimeline = of_backend(timeline.timeline)
     hooks, ahooks = of_backend(traces.hooks)
     trace, atrace = of_backend(traces.trace)
-    logit_lens, alogit_lens = of_backend(logit_lens.logit_lens)
-    attention, aattention = of_backend(attention.attention)
-    direct_logit_attribution, adirect_logit_attribution = of_backend(attribution.direct_logit_attribution)
+    logit_lens, alogit_lens = of_backend(traces.logit_lens)
+    attention, aattention = of_backend(traces.attention)
+    direct_logit_attribution, adirect_logit_attribution = of_backend(traces.direct_logit_attribution)
     patch, apatch = of_backend(patching.patch)
     steering_vector, asteering_vector = of_backend(probes.steering_vector)
     probe, aprobe = of_backend(probes.probe)

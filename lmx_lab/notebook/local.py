@@ -26,8 +26,7 @@ from lmx_lab.engine.engines import ENGINES, engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.http.guard import GuardPolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
-from lmx_lab.instrument.recorder import save_record
-from lmx_lab.instrument.store import RecordStore
+from lmx_lab.instrument.store import RecordStore, save_record
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.portal import HostedLoop, LoopThread
 from lmx_lab.server import InferenceServer, create_server
@@ -79,7 +78,7 @@ from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.rerank import RerankBody
 
 if TYPE_CHECKING:
-    from lmx_lab.daemon.tools.python_tools import PythonTools
+    from lmx_lab.daemon.tools import PythonTools
     from lmx_lab.notebook.daemon import LabDaemon
     from lmx_lab.notebook.discovery import Announcement
     from lmx_lab.panels.events import EventsPanel

@@ -44,7 +44,7 @@ from lmx_lab.server.tracing import trace_routes
 from lmx_lab.server.websocket import socket_routes
 from lmx_lab.values.recording import RecordMode
 from lmx_lab.weights.hub import cache_folder
-from lmx_lab.weights.programs import program_folders
+from lmx_lab.weights.locations import program_folders
 
 if TYPE_CHECKING:
     from lmx_lab.server.telemetry import RequestSpans

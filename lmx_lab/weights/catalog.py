@@ -22,11 +22,12 @@ from lmx_lab.weights.locations import (
     hub_locations,
     join_formats,
     model_path,
+    ollama_locations,
     path_locations,
+    program_folders,
     store_location,
     write_source,
 )
-from lmx_lab.weights.programs import ollama_locations, program_folders
 from lmx_lab.weights.scanner import Listing, Root, Scanner
 from lmx_lab.weights.starters import STARTERS, Starter, fetch_starter, find_starter
 from lmx_lab.weights.store import (

@@ -22,8 +22,7 @@ from lmx_lab.values.models import ECHO, HUB_MODEL, DiskUse, ModelEntry, ModelFil
 from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.gguf.names import parts_of
 from lmx_lab.weights.hub import cache_folder, repo_folder, repositories
-from lmx_lab.weights.locations import copy_locations, folder_locations, hub_locations
-from lmx_lab.weights.programs import program_folders
+from lmx_lab.weights.locations import copy_locations, folder_locations, hub_locations, program_folders
 from lmx_lab.weights.store import TEMP_NAME, existing_parent, lock_model
 
 PROGRAMS = {

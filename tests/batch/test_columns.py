@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from pydantic import AliasChoices, AliasPath, BaseModel, Field
 
-from lmx_lab.batch.columns import TypedColumns
+from lmx_lab.batch.answers import TypedColumns
 from lmx_lab.errors import InvalidRequestError
 
 Color = enum.Enum("Color", {"RED": "red", "BLUE": "blue"})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lmx_lab
-from lmx_lab.batch.vectors import PROBE, TEXTS_AT_ONCE
+from lmx_lab.batch.search import PROBE, TEXTS_AT_ONCE
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError, UnreachableError
 from lmx_lab.notebook import attach
 from lmx_lab.notebook.local import LocalBackend

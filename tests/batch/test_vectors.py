@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import lmx_lab
-from lmx_lab.batch.vectors import CHARACTERS_AT_ONCE, TEXTS_AT_ONCE, divide_texts, matrix_of, most_similar
+from lmx_lab.batch.search import CHARACTERS_AT_ONCE, TEXTS_AT_ONCE, divide_texts, matrix_of, most_similar
 from lmx_lab.errors import BatchStoppedError, EngineError, InvalidRequestError, NotLoadedError, QueueFullError
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.settings import Settings

@@ -26,11 +26,9 @@ from lmx_lab.bench import by_concurrency, by_prompt_length
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts
 from lmx_lab.instrument import probes
-from lmx_lab.instrument.attention import AttentionPattern
-from lmx_lab.instrument.attribution import LogitAttribution
-from lmx_lab.instrument.logit_lens import LogitLensTable
 from lmx_lab.instrument.patching import PatchSweep
 from lmx_lab.instrument.probes import LayerActivations, Probe, ProbeRun
+from lmx_lab.instrument.traces import AttentionPattern, LogitAttribution, LogitLensTable
 from lmx_lab.results import figures
 from lmx_lab.results.drawing import figure_of
 from lmx_lab.results.figures import HeatMap, LineChart, Series

@@ -57,7 +57,7 @@ def check_turn(url, folder):
 def test_the_output_of_a_tool_appears_below_the_cell_that_registered_it(fresh_notebook):
     fresh_notebook.run(
         """
-        from lmx_lab.daemon.tools.python_tools import PythonTools
+        from lmx_lab.daemon.tools import PythonTools
         from lmx_lab.portal import LoopThread
 
         tools, loop = PythonTools(), LoopThread()

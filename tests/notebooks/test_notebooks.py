@@ -16,7 +16,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from lmx_lab.panels.static_views import WIDGET_VIEW
+from lmx_lab.panels.workbench import WIDGET_VIEW
 from tests.support.docs import DOCS, NOTEBOOK_FOLDER, NOTEBOOKS, ROOT
 from tests.support.extras import OF_MAKE_LAB, modules_outside
 from tests.support.kernels import Notebook, without_ports

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from lmx_lab.panels.static_views import WIDGET_VIEW, StaticViews
+from lmx_lab.panels.workbench import WIDGET_VIEW, StaticViews
 from tests.support.kernels import without_ports
 
 CELLS = (

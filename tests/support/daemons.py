@@ -28,8 +28,8 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.store import Store, Transaction
-from lmx_lab.daemon.tools.tool import ToolResult
-from lmx_lab.daemon.tools.toolbox import Toolbox
+from lmx_lab.daemon.toolbox import Toolbox
+from lmx_lab.daemon.tools import ToolResult
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.daemon.turns.runner import TurnRunner
 from lmx_lab.settings import Settings

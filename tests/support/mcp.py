@@ -19,7 +19,7 @@ from lmx_lab.daemon.mcp.process_cleanup import MARK, is_alive
 from lmx_lab.daemon.mcp.servers import McpServers, RestartPolicy
 from lmx_lab.daemon.mcp.watchdog import ServerProcesses
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.daemon.tools.tool import ToolResult
+from lmx_lab.daemon.tools import ToolResult
 from lmx_lab.wire.events import McpStatus
 from lmx_lab.wire.mcp import McpServerConfig, McpServerRecord
 

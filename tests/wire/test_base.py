@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from lmx_lab import values, wire
 from lmx_lab.client.daemon import SessionFields
-from lmx_lab.daemon.app import create_daemon_app
+from lmx_lab.daemon.daemon import create_daemon_app
 from lmx_lab.daemon.limits import Limits
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import InvalidRequestError

@@ -39,7 +39,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lmx_lab.daemon.mcp.config import McpFailure, SecretRedactor, one_line
 from lmx_lab.daemon.mcp.process import MESSAGE_BYTES, LineTooLongError, McpProcess
-from lmx_lab.daemon.tools.tool import ToolResult, mcp_tool_name
+from lmx_lab.daemon.tools import ToolResult, mcp_tool_name
 from lmx_lab.sanitize import finite
 from lmx_lab.wire.mcp import McpServerConfig, ToolRecord
 

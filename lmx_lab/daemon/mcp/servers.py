@@ -28,7 +28,7 @@ from lmx_lab.daemon.mcp.config import (
 from lmx_lab.daemon.mcp.process import McpProcess
 from lmx_lab.daemon.mcp.watchdog import ServerProcesses
 from lmx_lab.daemon.storage.store import DatabaseView, Store, Transaction
-from lmx_lab.daemon.tools.tool import SEPARATOR, ToolResult
+from lmx_lab.daemon.tools import SEPARATOR, ToolResult
 from lmx_lab.errors import (
     InvalidRequestError,
     LabError,

@@ -17,8 +17,8 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction
 from lmx_lab.daemon.storage.turns import StartedTurn, end_from_rows
-from lmx_lab.daemon.tools.tool import ToolResult
-from lmx_lab.daemon.tools.toolbox import Toolbox
+from lmx_lab.daemon.toolbox import Toolbox
+from lmx_lab.daemon.tools import ToolResult
 from lmx_lab.daemon.turns.concurrency import TurnSlots, retry_delays
 from lmx_lab.daemon.turns.machine import (
     CallModel,

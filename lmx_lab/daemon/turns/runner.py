@@ -13,7 +13,7 @@ from lmx_lab.daemon.limits import Limits
 from lmx_lab.daemon.storage import permissions, sessions, turns
 from lmx_lab.daemon.storage.store import Store, Transaction, TurnKey
 from lmx_lab.daemon.storage.turns import StartedTurn, Submitted, end_abandoned
-from lmx_lab.daemon.tools.toolbox import Toolbox
+from lmx_lab.daemon.toolbox import Toolbox
 from lmx_lab.daemon.turns.active_turn import ActiveTurn, TurnDependencies
 from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, give_way, retry_delays
 from lmx_lab.daemon.turns.machine import TurnEnding

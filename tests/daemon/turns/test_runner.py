@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.daemon.tools.tool import ToolResult
+from lmx_lab.daemon.tools import ToolResult
 from lmx_lab.wire.mcp import ToolRecord
 from lmx_lab.wire.sessions import CancelTurns, SessionMessage, SubmitTurn, TurnOverrides
 from tests.support.daemons import ASKS, FREE, ScriptedToolbox, check_log, daemon

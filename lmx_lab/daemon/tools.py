@@ -1,10 +1,13 @@
-"""Register Python functions as tools, from any thread, and call them in separate threads."""
+"""Define the names and results of tools, register Python functions as tools, from any thread, and call them in separate
+threads.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
+import hashlib
 import inspect
 import itertools
 import json
@@ -16,18 +19,46 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from lmx_lab.daemon.tools.tool import SEPARATOR, ToolResult
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.sanitize import finite
 from lmx_lab.wire.function_schema import ArgumentsError, FunctionSchema, function_schema
 from lmx_lab.wire.mcp import Permission, ToolRecord
+from lmx_lab.wire.sessions import ToolStatus
 
+SEPARATOR = "__"
+"""Separates the server from the tool in ``server__tool``. Neither the name of a server nor that of a Python function
+contains it, so the first one in a name is the separator."""
 THREADS = 8
 """Maximum number of calls that run at the same time, including abandoned calls whose thread has not ended."""
 RESULT_CHARACTERS = 2**20
 ITEMS = 1000
 """Maximum number of items taken from an iterator, which may be infinite. Arrays may have a hundred times as many."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolResult:
+    """The result of one call."""
+
+    status: ToolStatus
+    """``ok``, ``error`` or ``timeout``. Only the runner of the turn uses the other values."""
+    text: str
+    """For the model: the result, or what failed and what the model can do about it."""
+
+
+def mcp_tool_name(server: str, own_name: str) -> str:
+    """Return the name under which models call a server's tool: 64 letters, digits, ``_`` and ``-`` at most.
+
+    A name that is too long or has other characters is changed, and ends in a hash of the server's own name, so that it
+    does not depend on which other tools the server has.
+    """
+    # The maximum length that all model servers accept.
+    prefix, limit = f"{server}{SEPARATOR}", 64
+    cleaned = re.sub(r"[^A-Za-z0-9_-]", "_", own_name)
+    if cleaned != own_name or len(prefix) + len(own_name) > limit:
+        digest = hashlib.sha256(own_name.encode("utf-8", "replace")).hexdigest()[:6]
+        cleaned = f"{cleaned[: limit - len(prefix) - 7]}_{digest}"
+    return f"{prefix}{cleaned}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmx_lab.daemon.mcp.servers import McpServers
-from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.tool import SEPARATOR, ToolResult
+from lmx_lab.daemon.tools import SEPARATOR, PythonTools, ToolResult
 from lmx_lab.errors import McpServerNotFoundError
 from lmx_lab.wire.mcp import ServerState, ToolRecord
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.daemon.tools.python_tools import PythonTools
-from lmx_lab.daemon.tools.tool import mcp_tool_name
-from lmx_lab.daemon.tools.toolbox import Toolbox
+from lmx_lab.daemon.toolbox import Toolbox
+from lmx_lab.daemon.tools import PythonTools, mcp_tool_name
 from lmx_lab.wire.mcp import ChangeMcpServer, McpServerConfig
 from tests.support.mcp import hostile
 

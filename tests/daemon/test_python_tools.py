@@ -19,8 +19,7 @@ import pandas as pd
 import pytest
 from pydantic import BaseModel, Field
 
-from lmx_lab.daemon.tools.python_tools import THREADS, PythonTools
-from lmx_lab.daemon.tools.tool import ToolResult
+from lmx_lab.daemon.tools import THREADS, PythonTools, ToolResult
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.wire.function_schema import read_docstring
 
