@@ -348,10 +348,23 @@ class EmbeddingRun(ServerRun[list[str]]):
 
         Raises:
             BatchStoppedError: no further vectors can be computed, for example because the model was unloaded.
+            InvalidRequestError: two servers compute different vectors for the same text.
             LabError: no vectors could be computed, or a text failed and ``errors`` is ``raise``.
         """
         if len(self._servers) > 1 and self._ready and self._expected is None:
-            await self._compare_servers()
+            # All servers must compute the same vector for a text, before the first texts are sent.
+            first = self._servers[0]
+            expected = await self._send(lambda: self._probe(first), first, waits=True)
+            for server in self._servers[1:]:
+                vector = await self._send(partial(self._probe, server), server, waits=True)
+                if not _is_same(vector, expected):
+                    raise InvalidRequestError(
+                        f"the labs compute different vectors for the same text: {self._model.description} at "
+                        f"{first.url}, and a model with the same name and size but other files at {server.url}; load "
+                        "the same files in all of them",
+                        param="labs",
+                    )
+            self._expected = expected
         await self._work()
         return self._has_texts
 
@@ -361,25 +374,6 @@ class EmbeddingRun(ServerRun[list[str]]):
 
     def _must_return(self) -> bool:
         return self._failure is not None or not self._has_texts
-
-    async def _compare_servers(self) -> None:
-        """Check that all servers compute the same vector for a text, before the first texts are sent.
-
-        Raises:
-            InvalidRequestError: two of them compute different vectors.
-        """
-        first = self._servers[0]
-        expected = await self._send(lambda: self._probe(first), first, waits=True)
-        for server in self._servers[1:]:
-            vector = await self._send(partial(self._probe, server), server, waits=True)
-            if not _is_same(vector, expected):
-                raise InvalidRequestError(
-                    f"the labs compute different vectors for the same text: {self._model.description} at {first.url}, "
-                    f"and a model with the same name and size but other files at {server.url}; load the same files in "
-                    "all of them",
-                    param="labs",
-                )
-        self._expected = expected
 
     async def _probe(self, server: RowServer) -> Vectors:
         vectors = await server.backend.embed(self._make_body([PROBE]))
@@ -405,7 +399,23 @@ class EmbeddingRun(ServerRun[list[str]]):
         try:
             vectors = await self._send(lambda: server.backend.embed(body), server)
         except LabError as exc:
-            await self._recover(missing, server, exc)
+            # Continue without the text that was refused, or with another server.
+            name, _, at = (exc.param or "").partition(".")
+            concerns_text = name == "input" and (at.isdigit() or len(missing) == 1)
+            if isinstance(exc, InvalidRequestError) and concerns_text:
+                if self._errors == "raise":
+                    self._fail(exc, concerns_row=True)
+                    return
+                refused = missing[int(at or 0)]
+                self._failures[refused] = exc.message
+                self.done += 1
+                if others := [text for text in missing if text is not refused]:
+                    self._ready.appendleft(others)
+                return
+            concerns_request = isinstance(exc, InvalidRequestError | EngineError) and name != "model"
+            if concerns_request and not isinstance(exc, EngineDeadError):
+                raise
+            await self._give_back(missing, server, exc, rows=len(missing))
             return
         server.count(len(missing))
         await self._store(self._add(missing, vectors))
@@ -422,29 +432,6 @@ class EmbeddingRun(ServerRun[list[str]]):
                 content = base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
                 answers[self._key_of(text)] = RowAnswer(text=content)
             await self._cache.add(answers, self._key)
-
-    async def _recover(self, texts: list[str], server: RowServer, error: LabError) -> None:
-        """Continue after a failed request: without the text that was refused, or with another server.
-
-        Raises:
-            LabError: the run cannot continue.
-        """
-        name, _, at = (error.param or "").partition(".")
-        concerns_text = name == "input" and (at.isdigit() or len(texts) == 1)
-        if isinstance(error, InvalidRequestError) and concerns_text:
-            if self._errors == "raise":
-                self._fail(error, concerns_row=True)
-                return
-            refused = texts[int(at or 0)]
-            self._failures[refused] = error.message
-            self.done += 1
-            if others := [text for text in texts if text is not refused]:
-                self._ready.appendleft(others)
-            return
-        concerns_request = isinstance(error, InvalidRequestError | EngineError) and name != "model"
-        if concerns_request and not isinstance(error, EngineDeadError):
-            raise error
-        await self._give_back(texts, server, error, rows=len(texts))
 
     def _key_of(self, text: str) -> str:
         return hashlib.sha256(json.dumps([self._key, text]).encode()).hexdigest()[:32]

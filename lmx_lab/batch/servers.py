@@ -260,8 +260,12 @@ class ServerRun(ABC, Generic[ItemT]):
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._concerns_row or not self.done:
                 raise self._failure
-            # Created here, because a cancelled task may have stored another result.
-            raise self._stopping_error(self._failure) from self._failure
+            # Created here, because a cancelled task may have stored another result. It names the errors of all servers
+            # that have failed.
+            errors = [f"{each.url}: {each.error.rstrip('.')}" for each in self._servers if each.error]
+            reasons = "; ".join([self._failure.message.rstrip("."), *errors])
+            ended = f"the run ended after {self.done} {self.product} of {self._model.id}"
+            raise BatchStoppedError(f"{ended}: {reasons}; {self._kept}") from self._failure
 
     def _start_tasks(self) -> None:
         while self._ready and not self._stopped and self._failure is None:
@@ -369,13 +373,6 @@ class ServerRun(ABC, Generic[ItemT]):
     async def _has_model(self, server: RowServer) -> bool:
         """Return whether a server has the model of this run."""
         return (await self._find(server.backend)).is_same(self._model)
-
-    def _stopping_error(self, error: LabError) -> BatchStoppedError:
-        """Return the error that ends a run with results. It names the errors of all servers that have failed."""
-        errors = [f"{each.url}: {each.error.rstrip('.')}" for each in self._servers if each.error]
-        reasons = "; ".join([error.message.rstrip("."), *errors])
-        ended = f"the run ended after {self.done} {self.product} of {self._model.id}"
-        return BatchStoppedError(f"{ended}: {reasons}; {self._kept}")
 
 
 def _pause_s(error: UnavailableError) -> float:

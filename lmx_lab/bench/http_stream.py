@@ -121,8 +121,23 @@ class TimedRequest:
             if (coding := headers.get("content-encoding", "identity")) != "identity":
                 raise ValueError(f"it is compressed ({coding[:40]}), which was not requested")
             if not (status == 200 and media_type(headers) == EVENT_STREAM):
-                yield await self._read_document(status, headers)
-                return
+                limit = LONG_BYTES if status == 200 else SHORT_BYTES
+                body = bytearray()
+                while len(body) < limit and (data := (await self.connection.body())[1]):
+                    body += data
+                if status == 200 and media_type(headers).endswith("json"):
+                    yield TimedEvent(at_s=time.perf_counter(), data=body.decode(errors="replace"))
+                    return
+                raise chat_server_error(
+                    UnexpectedResponse(
+                        url=self._endpoint.url,
+                        status=status,
+                        content_type=headers.get("content-type", ""),
+                        retry_after=headers.get("retry-after"),
+                        body=bytes(body),
+                        server=CHAT_SERVER,
+                    )
+                )
             decoder = EventDecoder()
             while (received := await self.connection.body())[1]:
                 at_s, data = received
@@ -139,26 +154,3 @@ class TimedRequest:
                 f"the response of {self._endpoint.url} is not valid ({exc!s:.200}), unlike {CHAT_SERVER.kind}; "
                 f"{CHAT_SERVER.check}"
             ) from exc
-
-    async def _read_document(self, status: int, headers: httpx2.Headers) -> TimedEvent:
-        """Read the complete body.
-
-        Raises:
-            LabError: the response is an error.
-        """
-        limit = LONG_BYTES if status == 200 else SHORT_BYTES
-        body = bytearray()
-        while len(body) < limit and (data := (await self.connection.body())[1]):
-            body += data
-        if status == 200 and media_type(headers).endswith("json"):
-            return TimedEvent(at_s=time.perf_counter(), data=body.decode(errors="replace"))
-        raise chat_server_error(
-            UnexpectedResponse(
-                url=self._endpoint.url,
-                status=status,
-                content_type=headers.get("content-type", ""),
-                retry_after=headers.get("retry-after"),
-                body=bytes(body),
-                server=CHAT_SERVER,
-            )
-        )

@@ -185,7 +185,15 @@ class CaseRun:
                     error = f"empty: {target.name} ended its answer without a token"
             except (LabError, OSError, TimeoutError) as exc:
                 trace.ended_at_s = time.perf_counter()
-                error, advised_s = self._note_failure(exc)
+                # Subclasses of UnreachableError mean that there was a reply.
+                no_reply = type(exc) is UnreachableError or isinstance(exc, TimeoutError)
+                self._failures = self._failures + 1 if no_reply else 0
+                if isinstance(exc, LabError):
+                    error, advised_s = f"{exc.code}: {exc.message}", exc.retry_after_s
+                elif isinstance(exc, TimeoutError):
+                    error = f"silent: {target.name} sent nothing for {self._run.silence_s:g} s; check whether it hangs"
+                else:
+                    error = f"connection-lost: {exc!s:.200}"
         metrics = trace.metrics()
         if case.cache == "warm" and metrics["cached_tokens"] is None:
             # Most of the prompt was cached, but the server does not report how many tokens.
@@ -239,20 +247,6 @@ class CaseRun:
                     moved_s = now_s
                     # A server that sends only keep-alives has ten times ``silence_s`` to send a token.
                     limit.reschedule(min(now_s + silence_s + step_s, last_s + 10 * silence_s))
-
-    def _note_failure(self, exc: Exception) -> tuple[str, float | None]:
-        """Return the error for the sample, and the time in seconds that the server advises to wait."""
-        # Subclasses of UnreachableError mean that there was a reply.
-        no_reply = type(exc) is UnreachableError or isinstance(exc, TimeoutError)
-        self._failures = self._failures + 1 if no_reply else 0
-        if isinstance(exc, LabError):
-            return f"{exc.code}: {exc.message}", exc.retry_after_s
-        if isinstance(exc, TimeoutError):
-            return (
-                f"silent: {self._target.name} sent nothing for {self._run.silence_s:g} s; check whether it hangs",
-                None,
-            )
-        return f"connection-lost: {exc!s:.200}", None
 
 
 async def calibrate(target: Target, tokens: int) -> Calibration:

@@ -96,7 +96,15 @@ def chat(
             client = stack.enter_context(daemon_client(url, token))
             is_new = new or model is not None or system is not None
             if session is not None:
-                _check_session(client, session, is_new=is_new)
+                # Also checks that the id is valid.
+                with contextlib.suppress(SessionNotFoundError):
+                    client.read_session(session)
+                    if is_new:
+                        raise InvalidRequestError(
+                            f"session {session} exists, and --new, --model and --system are for new sessions; omit "
+                            "them, or choose another id",
+                            param="session",
+                        )
             # The file with the id of the session that a chat without --session continues.
             last = Settings.read().home / "chat.json"
             session_id = session if session is not None or is_new else _read_last_session(client, last)
@@ -122,22 +130,6 @@ def _daemon_runs() -> bool:
     with contextlib.suppress(UnreachableError):
         return read_state(Settings.read().daemon_folder) is not None
     return False
-
-
-def _check_session(client: DaemonClient, session_id: str, *, is_new: bool) -> None:
-    """Check the value of ``--session``.
-
-    Raises:
-        InvalidRequestError: the id is not valid, or there are options for a new session and the session exists.
-    """
-    with contextlib.suppress(SessionNotFoundError):
-        client.read_session(session_id)
-        if is_new:
-            raise InvalidRequestError(
-                f"session {session_id} exists, and --new, --model and --system are for new sessions; omit them, or "
-                "choose another id",
-                param="session",
-            )
 
 
 def _read_last_session(client: DaemonClient, last: Path) -> str | None:

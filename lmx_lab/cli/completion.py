@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 from lmx_lab.settings import Settings
 from lmx_lab.urls import bracketed
@@ -39,7 +38,23 @@ def complete_pull(incomplete: str) -> list[str]:
 def complete_session(incomplete: str) -> list[str]:
     """Complete ids of the last used sessions of this user's own daemon."""
     with suppress(Exception):
-        return [id_ for session in _sessions() if (id_ := session["session_id"]).startswith(incomplete)]
+        # The import takes 25 ms, and other commands do not need it.
+        from urllib.request import ProxyHandler, Request, build_opener
+
+        # The same checks as in lmx_lab.client.credentials, whose import would take too long: only this user can have
+        # written the file.
+        path = Settings.read().daemon_folder / "state.json"
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                return []
+            state = json.load(file)
+        address = f"http://{bracketed(state['host'])}:{state['port']}/v3/sessions?limit=100"
+        request = Request(address, headers={"Authorization": f"Bearer {state['token']}"})
+        # Without a proxy, because the daemon is on this machine, and the token must not leave it.
+        with build_opener(ProxyHandler({})).open(request, timeout=0.5) as response:
+            ids: list[str] = [session["session_id"] for session in json.load(response)["sessions"]]
+        return [id_ for id_ in ids if id_.startswith(incomplete)]
     return []
 
 
@@ -59,23 +74,3 @@ def _local_models() -> set[str]:
         found |= {location.id for location in folder_locations(folder, "folder")}
     # This name is reserved for the built-in model; a folder with this name can only be loaded by its path.
     return found - {ECHO.id}
-
-
-def _sessions() -> list[dict[str, Any]]:
-    # The import takes 25 ms, and other commands do not need it.
-    from urllib.request import ProxyHandler, Request, build_opener
-
-    # The same checks as in lmx_lab.client.credentials, whose import would take too long: only this user can have
-    # written the file.
-    path = Settings.read().daemon_folder / "state.json"
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            return []
-        state = json.load(file)
-    address = f"http://{bracketed(state['host'])}:{state['port']}/v3/sessions?limit=100"
-    request = Request(address, headers={"Authorization": f"Bearer {state['token']}"})
-    # Without a proxy, because the daemon is on this machine, and the token must not leave it.
-    with build_opener(ProxyHandler({})).open(request, timeout=0.5) as response:
-        sessions: list[dict[str, Any]] = json.load(response)["sessions"]
-    return sessions

@@ -5,10 +5,9 @@ models, and plan their loads.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.measure import Measurement
@@ -19,10 +18,7 @@ from lmx_lab.cli.completion import complete_model, complete_pull
 from lmx_lab.cli.options import Command, epilog, settings_with_folders, with_load_options
 from lmx_lab.cli.terminal import is_interactive, out, print_line, print_note, read_line, single_line
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.values.models import ECHO, LoadSpec, ModelEntry, QuantizedType, by_model
-
-if TYPE_CHECKING:
-    from lmx_lab.engine.speeds import PreferredEngine
+from lmx_lab.values.models import ECHO, LoadSpec, QuantizedType, by_model
 
 app = typer.Typer()
 MAX_CELL_CHARACTERS = 1000
@@ -136,7 +132,7 @@ def models(
     The list goes to standard output, hints on the next step to standard error.
     """
     from lmx_lab.engine.engines import ENGINES, engine_for
-    from lmx_lab.engine.speeds import preferred_engine, read_speeds
+    from lmx_lab.engine.speeds import by_preference, preferred_engine, read_speeds
     from lmx_lab.weights import Catalog
     from lmx_lab.weights.starters import STARTERS
 
@@ -154,7 +150,19 @@ def models(
         print_note(listing.problem)
     if entries:
         preferred = preferred_engine(read_speeds(settings))
-        _print_table(entries, preferred)
+        # A row for each model, whatever the number of its formats.
+        table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
+        for formats in by_model(entries).values():
+            entry, *_ = ordered = by_preference(formats, preferred)
+            size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
+            engine = engine_for(entry.format).name
+            shown = ",".join(dict.fromkeys(each.format for each in ordered))
+            copy = entry.copy
+            quantization = entry.quantization or "" if copy is None else copy.title
+            cells = (entry.id, entry.kind, shown, engine, quantization, size, context, entry.source)
+            # Some of the values are read from files of the model.
+            table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
+        _print_wide(table)
         for entry in entries:
             if entry.copy is not None:
                 print_note(entry.copy.describe(entry.id))
@@ -309,22 +317,3 @@ def _print_wide(table: Table) -> None:
     needed = Measurement.get(out, out.options.update(max_width=MAX_TABLE_WIDTH), table)
     table.width = max(needed.minimum, min(needed.maximum, out.width)) if out.is_terminal else needed.maximum
     out.print(table, crop=False)
-
-
-def _print_table(entries: Sequence[ModelEntry], preferred: PreferredEngine) -> None:
-    """Print a row for each model, whatever the number of its formats."""
-    from lmx_lab.engine.engines import engine_for
-    from lmx_lab.engine.speeds import by_preference
-
-    table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
-    for formats in by_model(entries).values():
-        entry, *_ = ordered = by_preference(formats, preferred)
-        size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
-        engine = engine_for(entry.format).name
-        shown = ",".join(dict.fromkeys(each.format for each in ordered))
-        copy = entry.copy
-        quantization = entry.quantization or "" if copy is None else copy.title
-        cells = (entry.id, entry.kind, shown, engine, quantization, size, context, entry.source)
-        # Some of the values are read from files of the model.
-        table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
-    _print_wide(table)

@@ -40,8 +40,14 @@ async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
         tasks: list[asyncio.Future[Any]] = [stop]
         stack.callback(engine.stop)
         stack.push_async_callback(_cancel, tasks)
-        first = _first_load(engine, spec)
-        if first is not None:
+        # The first load of the server, if there is any, begins before the imports.
+        first: asyncio.Task[LoadReport] | None = None
+        if (chosen := next((each for each in (*engine.unpinned(), spec) if each is not None), None)) is not None:
+            # The load and the server import it at the same time, which can fail with a partially initialized module.
+            import numpy.typing  # noqa: F401
+
+            prepare_rendering()
+            first = asyncio.create_task(engine.load(chosen), name=f"lmx-lab load {chosen.model:.80}")
             tasks.append(first)
             await _wait_for_files(engine, first, stop)
         # This imports the modules of the server, which takes about as long as the load of a small model. Meanwhile,
@@ -71,19 +77,6 @@ async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _first_load(engine: ModelManager, spec: LoadSpec | None) -> asyncio.Task[LoadReport] | None:
-    """Begin to load the first model of the server; return None if there is none."""
-
-    for first in (*engine.unpinned(), spec):
-        if first is not None:
-            # The load and the server import it at the same time, which can fail with a partially initialized module.
-            import numpy.typing  # noqa: F401
-
-            prepare_rendering()
-            return asyncio.create_task(engine.load(first), name=f"lmx-lab load {first.model:.80}")
-    return None
 
 
 async def _wait_for_files(engine: ModelManager, load: asyncio.Task[LoadReport], stop: asyncio.Future[Any]) -> None:

@@ -320,28 +320,21 @@ def _chat_error(text: str | bytes, response: UnexpectedResponse) -> LabError | N
         detail = {"message": str(document["detail"])}
     else:
         return None
-    if (kind := _error_class(detail, response.status)) is None:
+    code, message = detail.get("code"), detail["message"]
+    if isinstance(code, str) and code in ERROR_CLASSES:
         # A code of LMX Lab, whose message is complete.
         return parse_error(text, retry_after=response.retry_after)
-    message = f"error of {response.url}: {detail['message']:.500}"
+    # llama.cpp may send an error with the status 200.
+    status = code if isinstance(code, int) and code in range(400, 600) else response.status
+    kind: type[LabError] = CLASS_BY_STATUS.get(status, EngineError)
+    if CONTEXT_TOO_LONG.search(f"{message} {code} {detail.get('type')}"):
+        kind = ContextLengthError
+    elif code == "model_not_found" or (status == 404 and re.search("model|repo", message, re.IGNORECASE)):
+        kind = ModelNotFoundError
+    elif status == 503 and "loading" in message.lower():
+        kind = ModelBusyError
+    message = f"error of {response.url}: {message:.500}"
     return kind(message, retry_after_s=read_retry_after(response.retry_after))
-
-
-def _error_class(detail: Mapping[str, Any], status: int) -> type[LabError] | None:
-    """Return the class of the error; None if its code is one of LMX Lab's."""
-    code = detail.get("code")
-    if isinstance(code, str) and code in ERROR_CLASSES:
-        return None
-    if isinstance(code, int) and code in range(400, 600):
-        # llama.cpp may send an error with the status 200.
-        status = code
-    if CONTEXT_TOO_LONG.search(f"{detail['message']} {code} {detail.get('type')}"):
-        return ContextLengthError
-    if code == "model_not_found" or (status == 404 and re.search("model|repo", detail["message"], re.IGNORECASE)):
-        return ModelNotFoundError
-    if status == 503 and "loading" in detail["message"].lower():
-        return ModelBusyError
-    return CLASS_BY_STATUS.get(status, EngineError)
 
 
 # The client

@@ -167,8 +167,16 @@ class DaemonConnection:
         connection, endpoint = await self._connect()
         try:
             return await send(connection)
-        except (UnauthorizedError, UnreachableError) as exc:
-            if not self._should_send_again(exc, endpoint, repeatable=repeatable):
+        except UnauthorizedError as exc:
+            if not self.credentials.has_moved(endpoint):
+                raise
+            first: LabError = exc
+        except UnreachableError as exc:
+            self._is_verified = False
+            if was_sent(exc) and not repeatable:
+                raise
+            # The server may close an idle connection at the moment in which it is used again.
+            if not (self.credentials.has_moved(endpoint) or (repeatable and isinstance(exc, ConnectionLostError))):
                 raise
             first = exc
         try:
@@ -184,15 +192,6 @@ class DaemonConnection:
         """Identify the daemon; needs no token."""
         connection, _ = await self._connect()
         return await _health(connection)
-
-    def _should_send_again(self, error: LabError, endpoint: DaemonEndpoint, *, repeatable: bool) -> bool:
-        if isinstance(error, UnauthorizedError):
-            return self.credentials.has_moved(endpoint)
-        self._is_verified = False
-        if was_sent(error) and not repeatable:
-            return False
-        # The server may close an idle connection at the moment in which it is used again.
-        return self.credentials.has_moved(endpoint) or (repeatable and isinstance(error, ConnectionLostError))
 
     async def _connect(self) -> tuple[HttpConnection, DaemonEndpoint]:
         """Return a connection to the daemon's current address, and that address."""

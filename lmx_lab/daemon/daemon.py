@@ -158,66 +158,60 @@ class Lifespan:
             LabError: A component could not be started. Those that were started have been stopped.
         """
         try:
-            return await self._start(sock, policy)
+            limits = self.limits
+            store = await Store.open(self.home.folder / "daemon.db")
+            self._stop_functions["store"] = store.close
+            events = EventLog(store, limits)
+            await events.start()
+            subscribers = Subscribers(limits.subscribers)
+            # In this time they can receive the last events.
+            self._stop_functions["subscribers"] = lambda: subscribers.close(2.0)
+            servers = McpServers(store=store, processes=ServerProcesses(self.home.folder))
+            self._stop_functions["MCP servers"] = servers.stop
+            await servers.start()
+            upstream = ModelClient(self.upstream_url, api_key=self.upstream_key, headers=self.upstream_headers)
+            self._stop_functions["model client"] = upstream.aclose
+            toolbox = Toolbox(self.tools, servers)
+            turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
+            self._stop_functions["turns"] = lambda: turns.stop(mode="now", grace_s=0)
+            await turns.start()
+            retention = asyncio.create_task(run_retention(store, events, limits), name="lmx-lab retention")
+            self._stop_functions["retention"] = lambda: _cancel(retention)
+            services = self._services = Services(
+                daemon_id=self.daemon_id,
+                started_at=timestamp(),
+                limits=limits,
+                store=store,
+                log=events,
+                turns=turns,
+                servers=servers,
+                toolbox=toolbox,
+                upstream=upstream,
+                subscribers=subscribers,
+                status=lambda: self._status,
+                shut_down=lambda request: self.begin_stop(request.mode, request.grace_s),
+            )
+            asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=self.settings.max_body_bytes)
+            # The content of WebSocket messages from clients is ignored.
+            host = await serve(asgi, sock, ws_max_bytes=65_536)
+            self._stop_functions["server"] = host.stop
+            state = StateFile(
+                pid=os.getpid(),
+                started_at=services.started_at,
+                daemon_id=self.daemon_id,
+                # The address for this computer, even if the daemon listens on all interfaces.
+                host=urlsplit(host.url).hostname or "",
+                port=host.port,
+                token=self.token,
+            )
+            self._stop_functions["state file"] = lambda: asyncio.to_thread(self.home.withdraw, self.daemon_id)
+            await asyncio.to_thread(self.home.publish, state)
+            started = DaemonStarted(daemon_id=self.daemon_id, version=VERSION)
+            await store.write(lambda tx: tx.append("daemon.started", started))
+            return host
         except BaseException:
             await self._stop_components()
             raise
-
-    async def _start(self, sock: socket.socket, policy: Callable[[], GuardPolicy]) -> RunningServer:
-        services = self._services = await self._create_services()
-        asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=self.settings.max_body_bytes)
-        # The content of WebSocket messages from clients is ignored.
-        host = await serve(asgi, sock, ws_max_bytes=65_536)
-        self._stop_functions["server"] = host.stop
-        state = StateFile(
-            pid=os.getpid(),
-            started_at=services.started_at,
-            daemon_id=self.daemon_id,
-            # The address for this computer, even if the daemon listens on all interfaces.
-            host=urlsplit(host.url).hostname or "",
-            port=host.port,
-            token=self.token,
-        )
-        self._stop_functions["state file"] = lambda: asyncio.to_thread(self.home.withdraw, self.daemon_id)
-        await asyncio.to_thread(self.home.publish, state)
-        started = DaemonStarted(daemon_id=self.daemon_id, version=VERSION)
-        await services.store.write(lambda tx: tx.append("daemon.started", started))
-        return host
-
-    async def _create_services(self) -> Services:
-        limits = self.limits
-        store = await Store.open(self.home.folder / "daemon.db")
-        self._stop_functions["store"] = store.close
-        events = EventLog(store, limits)
-        await events.start()
-        subscribers = Subscribers(limits.subscribers)
-        # In this time they can receive the last events.
-        self._stop_functions["subscribers"] = lambda: subscribers.close(2.0)
-        servers = McpServers(store=store, processes=ServerProcesses(self.home.folder))
-        self._stop_functions["MCP servers"] = servers.stop
-        await servers.start()
-        upstream = ModelClient(self.upstream_url, api_key=self.upstream_key, headers=self.upstream_headers)
-        self._stop_functions["model client"] = upstream.aclose
-        toolbox = Toolbox(self.tools, servers)
-        turns = TurnRunner(store=store, upstream=upstream, toolbox=toolbox, limits=limits)
-        self._stop_functions["turns"] = lambda: turns.stop(mode="now", grace_s=0)
-        await turns.start()
-        retention = asyncio.create_task(run_retention(store, events, limits), name="lmx-lab retention")
-        self._stop_functions["retention"] = lambda: _cancel(retention)
-        return Services(
-            daemon_id=self.daemon_id,
-            started_at=timestamp(),
-            limits=limits,
-            store=store,
-            log=events,
-            turns=turns,
-            servers=servers,
-            toolbox=toolbox,
-            upstream=upstream,
-            subscribers=subscribers,
-            status=lambda: self._status,
-            shut_down=lambda request: self.begin_stop(request.mode, request.grace_s),
-        )
 
     # Stopping
 

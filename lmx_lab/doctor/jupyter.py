@@ -75,30 +75,28 @@ def check_kernel(_: Settings) -> Iterator[Finding]:
         return
     if file is not None or answer["ipykernel"] is not None:
         yield Finding(topic="kernel", verdict="fine", found=f"{found}, where lmx-lab is installed")
-    yield _check_ipykernel(python, answer["ipykernel"])
-
-
-def _check_ipykernel(python: str, version: str | None) -> Finding:
     # The lower bound in the requirements of lmx-lab.
     bounds = (re.match(r"ipykernel>=([\d.]+)", requirement) for requirement in metadata.requires("lmx-lab") or ())
     least = next((bound[1] for bound in bounds if bound), "0")
+    version: str | None = answer["ipykernel"]
     if version is None:
-        return Finding(
+        yield Finding(
             topic="ipykernel",
             verdict="note",
             found=f"not installed in {python}",
             means="notebooks cannot run without it",
             remedy=install_command("ipykernel"),
         )
-    if _parse_version(version) >= _parse_version(least):
-        return Finding(topic="ipykernel", verdict="fine", found=version)
-    return Finding(
-        topic="ipykernel",
-        verdict="bad",
-        found=f"{version} in {python} is older than {least}",
-        means="a lab in the kernel is not tested with it and may not answer while a cell waits",
-        remedy=f"{python} -m pip install -U 'ipykernel>={least}'",
-    )
+    elif _parse_version(version) >= _parse_version(least):
+        yield Finding(topic="ipykernel", verdict="fine", found=version)
+    else:
+        yield Finding(
+            topic="ipykernel",
+            verdict="bad",
+            found=f"{version} in {python} is older than {least}",
+            means="a lab in the kernel is not tested with it and may not answer while a cell waits",
+            remedy=f"{python} -m pip install -U 'ipykernel>={least}'",
+        )
 
 
 def _read_python(file: Path) -> str | None:
@@ -179,7 +177,26 @@ def check_proxy(_: Settings, *, answer_s: float = 3.0) -> Iterator[Finding]:
     is_installed = importlib.util.find_spec("jupyter_server_proxy") is not None
     servers = _list_servers()
     for server in servers:
-        yield _check_proxy_of(server, is_installed=is_installed, answer_s=answer_s)
+        name = f"the Jupyter server at {server.url} (process {server.pid})"
+        status = _get_status(f"{server.url}server-proxy/servers-info", server.token, answer_s)
+        if status == 200:
+            yield Finding(topic="proxy", verdict="fine", found=f"{name} has jupyter-server-proxy")
+        elif status != 404:
+            answer = "does not answer" if status is None else f"answers with status {status}"
+            found = f"{name} {answer}, so it is not known whether it has jupyter-server-proxy"
+            yield Finding(topic="proxy", verdict="note", found=found, means=f"without it, {WITHOUT_PROXY}")
+        else:
+            has_it = is_installed and server.python != sys.executable
+            elsewhere = f", although {sys.executable} has it" if has_it else ""
+            # On JupyterHub and Binder the proxy is the only way to reach the lab.
+            is_needed = any(name.startswith(("JUPYTERHUB_", "BINDER_")) for name in os.environ)
+            yield Finding(
+                topic="proxy",
+                verdict="bad" if is_needed else "note",
+                found=f"{name} has no jupyter-server-proxy{elsewhere}",
+                means=WITHOUT_PROXY,
+                remedy=f"{server.python} -m pip install jupyter-server-proxy, then restart that server",
+            )
     if servers:
         return
     if is_installed:
@@ -193,27 +210,6 @@ def check_proxy(_: Settings, *, answer_s: float = 3.0) -> Iterator[Finding]:
             means=WITHOUT_PROXY,
             remedy=f"{sys.executable} -m pip install jupyter-server-proxy",
         )
-
-
-def _check_proxy_of(server: JupyterServer, *, is_installed: bool, answer_s: float) -> Finding:
-    name = f"the Jupyter server at {server.url} (process {server.pid})"
-    status = _get_status(f"{server.url}server-proxy/servers-info", server.token, answer_s)
-    if status == 200:
-        return Finding(topic="proxy", verdict="fine", found=f"{name} has jupyter-server-proxy")
-    if status != 404:
-        answer = "does not answer" if status is None else f"answers with status {status}"
-        found = f"{name} {answer}, so it is not known whether it has jupyter-server-proxy"
-        return Finding(topic="proxy", verdict="note", found=found, means=f"without it, {WITHOUT_PROXY}")
-    elsewhere = f", although {sys.executable} has it" if is_installed and server.python != sys.executable else ""
-    # On JupyterHub and Binder the proxy is the only way to reach the lab.
-    is_needed = any(name.startswith(("JUPYTERHUB_", "BINDER_")) for name in os.environ)
-    return Finding(
-        topic="proxy",
-        verdict="bad" if is_needed else "note",
-        found=f"{name} has no jupyter-server-proxy{elsewhere}",
-        means=WITHOUT_PROXY,
-        remedy=f"{server.python} -m pip install jupyter-server-proxy, then restart that server",
-    )
 
 
 def _list_servers() -> list[JupyterServer]:

@@ -334,20 +334,6 @@ class Evaluation(Displayed):
             InvalidRequestError: there is no such row, or it has no answer.
             NotLoadedError: another model is loaded.
         """
-        row = self._row(label, position)
-        if self._backend is None:
-            raise InvalidRequestError("this evaluation was opened without a lab; open it with lab.experiments")
-        if choice is None and row.answered.request_id is not None and not row.choices:
-            recorded = None
-            with suppress(InvalidRequestError):  # An attached lab has no records.
-                recorded = await on_loop(self._backend.portal, self._backend.record(row.answered.request_id))
-            if recorded is not None:
-                return await lens_of(self._backend, TokenAnswer.of_record(recorded), color=color)
-        return await on_loop(self._backend.portal, self._scored_lens(self._backend, row, choice, color))
-
-    lens, alens = both(_lens)
-
-    def _row(self, label: Any, position: int | None) -> EvaluatedRow:
         if position is not None:
             number = integer(position)
             found = self.rows[number : number + 1] if number is not None and number >= 0 else []
@@ -359,7 +345,18 @@ class Evaluation(Displayed):
                 f"{len(self.rows) - 1}",
                 param="label",
             )
-        return found[0]
+        (row,) = found
+        if self._backend is None:
+            raise InvalidRequestError("this evaluation was opened without a lab; open it with lab.experiments")
+        if choice is None and row.answered.request_id is not None and not row.choices:
+            recorded = None
+            with suppress(InvalidRequestError):  # An attached lab has no records.
+                recorded = await on_loop(self._backend.portal, self._backend.record(row.answered.request_id))
+            if recorded is not None:
+                return await lens_of(self._backend, TokenAnswer.of_record(recorded), color=color)
+        return await on_loop(self._backend.portal, self._scored_lens(self._backend, row, choice, color))
+
+    lens, alens = both(_lens)
 
     async def _scored_lens(self, backend: Backend, row: EvaluatedRow, choice: str | None, color: ColorBy) -> TokenLens:
         text = row.answer if choice is None else choice

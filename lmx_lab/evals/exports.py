@@ -206,12 +206,19 @@ def _sample(row: EvaluatedRow, *, metric: str, model: str, system: str | None) -
     first = [] if system is None or row.prompt is None else [{"role": "system", "content": system}]
     messages = list(map(_message, [*first, *prompt]))
     usage = _usage([row])
+    target = to_plain(row.expected)
+    if row.choices and isinstance(target, int) and 0 <= target < len(row.choices):
+        target = row.choices[target]
+    elif isinstance(target, list):
+        target = [str(each) for each in target]
+    else:
+        target = "" if target is None else str(target)
     answer = {"role": "assistant", "content": row.answer or "", "model": model, "source": "generate"}
     reason = STOP_REASONS.get(row.answered.finish_reason or "", "unknown")
     sample: dict[str, Any] = {
         "input": row.prompt if isinstance(row.prompt, str) else messages or "",
         "choices": list(row.choices) or None,
-        "target": _target(row),
+        "target": target,
         "messages": messages,
         "metadata": {"label": to_plain(row.label), "request_id": row.answered.request_id},
         "model_usage": {model: usage},
@@ -243,15 +250,6 @@ def _message(given: Any) -> dict[str, Any]:
         "role": ROLES.get(str(message.get("role")), "user"),
         "content": "".join(str(text) for text in texts if text is not None),
     }
-
-
-def _target(row: EvaluatedRow) -> str | list[str]:
-    expected = to_plain(row.expected)
-    if row.choices and isinstance(expected, int) and 0 <= expected < len(row.choices):
-        return row.choices[expected]
-    if isinstance(expected, list):
-        return [str(each) for each in expected]
-    return "" if expected is None else str(expected)
 
 
 def _usage(rows: Sequence[EvaluatedRow]) -> dict[str, int]:

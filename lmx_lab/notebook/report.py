@@ -31,7 +31,7 @@ from lmx_lab.results.figures import format_clock, format_number, format_time
 from lmx_lab.results.pages import Displayed, html_of, page, path_of
 from lmx_lab.results.tables import Html, html_table
 from lmx_lab.sanitize import UNSAFE
-from lmx_lab.wire.admin import ModelRecord, ModelRecords, Sample
+from lmx_lab.wire.admin import ModelRecords, Sample
 
 MAX_REQUEST_ROWS = 200
 """Maximum number of rows of the table of requests."""
@@ -157,10 +157,25 @@ def report_html(
         results: Objects that are shown first, as notebooks display them. A text is the title of the next result, whose
             default is its class.
     """
-    parts = [
-        *_results(results),
+    parts, title = list[tuple[str, str]](), ""
+    for result in (*results, ""):
+        if not isinstance(result, str):
+            words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(result).__name__).capitalize()
+            parts.append((title or words, f'<div class="wide">{html_of(result)}</div>'))
+        elif title:
+            # A title without a result is the heading of an empty section.
+            parts.append((title, " "))
+        title = result if isinstance(result, str) else ""
+    models = f'<p class="quiet">There are no models on {html.escape(snapshot.server.disk)}.</p>'
+    if snapshot.models.models:
+        server = snapshot.server
+        serves = server.state in ("running", "lagging")
+        leaving = server.model if server.unloading is not None else None
+        listed = (model_row(each, serves=serves, unloading=each.id == leaving) for each in snapshot.models.models)
+        models = _table(MODEL_COLUMNS, ([row["id"], *row["cells"]] for row in listed))
+    parts += [
         ("Server", _table((), snapshot.facts().items(), row_names=True)),
-        ("Models", _models(snapshot.models.models, snapshot.server)),
+        ("Models", models),
         ("Measurements", _measurements(sorted(samples, key=lambda sample: sample.at))),
         ("Requests", _requests(sorted(requests, key=lambda request: request.at, reverse=True))),
         *sections,
@@ -175,27 +190,6 @@ def report_html(
 </main>
 <footer><p>Times are local: {html.escape(zone)}. GB are 10<sup>9</sup> bytes.</p></footer>"""
     return _replace_unsafe(page(title, body, CSS, GENERATOR))
-
-
-def _results(results: Sequence[object]) -> list[tuple[str, str]]:
-    sections, title = list[tuple[str, str]](), ""
-    for result in (*results, ""):
-        if not isinstance(result, str):
-            words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(result).__name__).capitalize()
-            sections.append((title or words, f'<div class="wide">{html_of(result)}</div>'))
-        elif title:
-            # A title without a result is the heading of an empty section.
-            sections.append((title, " "))
-        title = result if isinstance(result, str) else ""
-    return sections
-
-
-def _models(models: Sequence[ModelRecord], server: ServerState) -> str:
-    if not models:
-        return f'<p class="quiet">There are no models on {html.escape(server.disk)}.</p>'
-    serves, leaving = server.state in ("running", "lagging"), server.model if server.unloading is not None else None
-    rows = (model_row(model, serves=serves, unloading=model.id == leaving) for model in models)
-    return _table(MODEL_COLUMNS, ([row["id"], *row["cells"]] for row in rows))
 
 
 def _measurements(samples: Sequence[Sample]) -> str:

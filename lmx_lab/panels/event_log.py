@@ -449,21 +449,35 @@ class SessionTracker:
         self._count = 0
 
     def add(self, event: DaemonEvent) -> None:
-        if isinstance(event, ResetFrame) and event.session_id is None:
+        session_id = event.session_id
+        if isinstance(event, ResetFrame) and session_id is None:
             self._permissions.clear()
-        if event.session_id is None or isinstance(event, ToolOutputEvent | UnknownEvent):
+        if session_id is None or isinstance(event, ToolOutputEvent | UnknownEvent):
             return
-        session = self._sessions.pop(event.session_id, None)
+        session = self._sessions.pop(session_id, None)
         if session is None:
             self._count += 1
-            session = SessionView(event.session_id, self._count)
-        self._sessions[event.session_id] = session
+            session = SessionView(session_id, self._count)
+        self._sessions[session_id] = session
         if len(self._sessions) > 200:
             del self._sessions[next(iter(self._sessions))]
         # Events that the snapshot includes are skipped.
         if event.seq is None or event.seq > session.cursor:
             session.apply(event)
-            self._apply(event.session_id, event)
+            match event:
+                case SessionDeletedEvent():
+                    self._sessions.pop(session_id, None)
+                    self._remove_permissions(session_id)
+                case SnapshotFrame():
+                    self._remove_permissions(session_id)
+                    for record in event.data.session.permissions:
+                        self._add_permission(record)
+                case PermissionRequestEvent():
+                    self._add_permission(event.data.permission)
+                case PermissionResolvedEvent():
+                    self._permissions.pop(event.data.permission.permission_id, None)
+                case TurnDoneEvent() | TurnErrorEvent():
+                    self._remove_permissions(session_id, event.turn_id)
 
     def clear(self) -> None:
         self._sessions.clear()
@@ -509,22 +523,6 @@ class SessionTracker:
         return views
 
     # Calls that wait for a decision
-
-    def _apply(self, session_id: str, event: DaemonEvent) -> None:
-        match event:
-            case SessionDeletedEvent():
-                self._sessions.pop(session_id, None)
-                self._remove_permissions(session_id)
-            case SnapshotFrame():
-                self._remove_permissions(session_id)
-                for record in event.data.session.permissions:
-                    self._add_permission(record)
-            case PermissionRequestEvent():
-                self._add_permission(event.data.permission)
-            case PermissionResolvedEvent():
-                self._permissions.pop(event.data.permission.permission_id, None)
-            case TurnDoneEvent() | TurnErrorEvent():
-                self._remove_permissions(session_id, event.turn_id)
 
     def _add_permission(self, record: PermissionRecord) -> None:
         if record.decision is None:

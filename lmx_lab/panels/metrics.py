@@ -22,7 +22,7 @@ from lmx_lab.results.figures import GAP_S, format_clock
 from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.results.tables import UNBROKEN, html_table
 from lmx_lab.sanitize import clip
-from lmx_lab.wire.admin import RunningRequest, Sample
+from lmx_lab.wire.admin import Sample
 
 WINDOWS_MIN = (1, 5, 15)
 MAX_POINTS = 400
@@ -103,7 +103,17 @@ class MetricsPanel(Panel):
         except LabError:
             # The server has stopped, or is of a version that does not list them.
             found = ()
-        self.show(clients=[{"id": each.id, "cells": _client_cells(each)} for each in found[:MAX_CLIENTS]])
+        clients = []
+        for each in found[:MAX_CLIENTS]:
+            what = f"prompt of {each.prompt_tokens:,} tokens" if each.kind == "chat" else each.kind
+            if each.state == "queued":
+                what = "queued"
+            elif each.completion_tokens:
+                what = f"{each.completion_tokens:,} tokens"
+            name = each.client or "this notebook"
+            cells = (name, f"{clip(each.model, 80)}: {what}", f"{each.age_s:.0f} s")
+            clients.append({"id": each.id, "cells": cells})
+        self.show(clients=clients)
 
     async def do_stop(self, fields: Mapping[str, Any]) -> str:
         """Stop a running request, given its id as ``request_id``."""
@@ -152,16 +162,6 @@ class MetricsPanel(Panel):
             charts = line_charts(_recent(samples, KEPT_S))
             table += "".join(f"<div>{chart.image_html()}</div>" for chart in charts)
         return table
-
-
-def _client_cells(request: RunningRequest) -> tuple[str, str, str]:
-    if request.state == "queued":
-        what = "queued"
-    elif request.completion_tokens:
-        what = f"{request.completion_tokens:,} tokens"
-    else:
-        what = f"prompt of {request.prompt_tokens:,} tokens" if request.kind == "chat" else request.kind
-    return request.client or "this notebook", f"{clip(request.model, 80)}: {what}", f"{request.age_s:.0f} s"
 
 
 def _drawn(samples: Sequence[Sample], *, window_s: float) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lmx_lab.weights.locations import (
     write_source,
 )
 from lmx_lab.weights.scanner import Listing, Root, Scanner
-from lmx_lab.weights.starters import STARTERS, Starter, fetch_starter, find_starter
+from lmx_lab.weights.starters import STARTERS, fetch_starter, find_starter
 from lmx_lab.weights.store import (
     Progress,
     ProgressCallback,
@@ -156,10 +156,36 @@ class Catalog:
             if format in (None, entry.format) or starter is None or not starter.converts:
                 return entry
         if starter is not None:
-            return self._fetch_starter(starter, format, report)
-        if match := HUB_ID.fullmatch(name):
-            return self._fetch_from_hub(name, match["repo"], match["choice"], report)
-        raise self._not_found(name, local=True)
+            with lock_model(self._models, starter.id):
+                converts = starter.converts and format == "mlx"
+                if converts and (entry := self._stored(starter.id)):
+                    return entry
+                fetched = self._stored(starter.fetched_name)
+                if fetched is None:
+                    require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
+                    with workspace(self._models, starter.fetched_name) as temp:
+                        folder = temp / "model"
+                        folder.mkdir()
+                        fetch_starter(starter, folder, temp, report)
+                        fetched = self._publish(starter.fetched_name, folder, temp, report)
+                return self._store_converted(starter.id, fetched.path, report) if converts else fetched
+        if (match := HUB_ID.fullmatch(name)) is None:
+            raise self._not_found(name, local=True)
+        # Slow to import, and most processes never download.
+        from lmx_lab.weights.hub_download import download
+
+        repo, cache = match["repo"], cache_folder()
+        # One download per repository at a time: the progress is measured by the size of its folder.
+        with lock_model(self._models, repo):
+            if present := self._present(name):
+                return present[0]
+            try:
+                path = download(repo, cache, self._settings.disk_reserve_bytes, report, choice=match["choice"])
+            except DownloadError as exc:
+                # Even without the hub, several quantizations on this disk are the better explanation.
+                raise (self._ambiguous(name) or exc) from exc
+            found = (location for location in hub_locations(cache) if location.path == path)
+            return read_entry(next(found, ModelLocation(id=name, path=path, source="hub")))
 
     def convert(self, name: str, progress: ProgressCallback | None = None) -> ModelEntry:
         """Return a model in MLX's format. It is fetched if necessary, and a GGUF file is converted into the store once.
@@ -234,38 +260,6 @@ class Catalog:
             if self.can_fetch(name):
                 return []
             raise
-
-    def _fetch_starter(self, starter: Starter, format: Format | None, report: ProgressCallback) -> ModelEntry:
-        with lock_model(self._models, starter.id):
-            converts = starter.converts and format == "mlx"
-            if converts and (entry := self._stored(starter.id)):
-                return entry
-            fetched = self._stored(starter.fetched_name)
-            if fetched is None:
-                require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
-                with workspace(self._models, starter.fetched_name) as temp:
-                    folder = temp / "model"
-                    folder.mkdir()
-                    fetch_starter(starter, folder, temp, report)
-                    fetched = self._publish(starter.fetched_name, folder, temp, report)
-            return self._store_converted(starter.id, fetched.path, report) if converts else fetched
-
-    def _fetch_from_hub(self, name: str, repo: str, choice: str | None, report: ProgressCallback) -> ModelEntry:
-        # Slow to import, and most processes never download.
-        from lmx_lab.weights.hub_download import download
-
-        cache = cache_folder()
-        # One download per repository at a time: the progress is measured by the size of its folder.
-        with lock_model(self._models, repo):
-            if present := self._present(name):
-                return present[0]
-            try:
-                path = download(repo, cache, self._settings.disk_reserve_bytes, report, choice=choice)
-            except DownloadError as exc:
-                # Even without the hub, several quantizations on this disk are the better explanation.
-                raise (self._ambiguous(name) or exc) from exc
-            found = (location for location in hub_locations(cache) if location.path == path)
-            return read_entry(next(found, ModelLocation(id=name, path=path, source="hub")))
 
     def _store_converted(self, name: str, path: Path, report: ProgressCallback) -> ModelEntry:
         """Convert a GGUF file into the store. The caller holds the lock of the model."""

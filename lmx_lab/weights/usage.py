@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -38,9 +38,34 @@ MODELS = ("model", "link to a model", "quantized copy", HUB_MODEL)
 
 def disk_use(settings: Settings) -> DiskUse:
     """Return what takes space on the disk. It reads the sizes of all files, which takes seconds on a slow disk."""
-    items = (item for item in _find(settings) if item.size_bytes)
+    models, quantized, cache, home = settings.models_folder, settings.quantized_folder, cache_folder(), settings.home
+    programs = program_folders() if settings.other_programs else []
+    items: list[Stored] = []
+    for location in folder_locations(models, "store"):
+        path = models / location.id
+        parts = tuple(path.with_name(name) for name in parts_of(path.name))
+        files = tuple(file for part in parts for file in _files(part))
+        what = "link to a model" if path.is_symlink() else "model"
+        parts = parts if len(parts) > 1 else ()
+        items.append(Stored(name=location.id, what=what, path=path, files=files, parts=parts))
+    others: list[tuple[str, str, Path | None, str]] = [
+        *((it.id, "quantized copy", quantized / it.id, "") for it in copy_locations(quantized)),
+        *((repo.id, HUB_MODEL, repo_folder(cache, repo.id), "") for repo in repositories(cache)),
+        ("unfinished", "unfinished downloads", models / TEMP_NAME, ""),
+        ("bench", "benchmark runs", home / "bench", ""),
+        ("experiments", "stored evaluations", home / "experiments.db", "delete some with lab.experiments().delete(ID)"),
+        ("daemon", "sessions and events", settings.daemon_folder, DAEMON),
+        ("records", "recorded requests", settings.record_to, "delete its records with lab.requests.clear()"),
+        ("prefixes", "prefix cache", settings.prefix_cache_dir, ""),
+        *((source, f"models of {source}", folder, PROGRAMS[source]) for source, folder in programs),
+        *((str(folder), "additional folder", folder, ADDITIONAL) for folder in settings.model_folders),
+    ]
+    for name, what, place, remedy in others:
+        if place is not None:
+            items.append(Stored(name=name, what=what, path=place, files=_files(place), remedy=remedy))
+    used = (item for item in items if item.size_bytes)
     return DiskUse(
-        items=tuple(sorted(items, key=lambda item: (-item.size_bytes, item.name))),
+        items=tuple(sorted(used, key=lambda item: (-item.size_bytes, item.name))),
         free_bytes=shutil.disk_usage(existing_parent(settings.home)).free,
     )
 
@@ -163,32 +188,6 @@ def remove_stored(settings: Settings, item: Stored) -> None:
         except OSError as exc:
             if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
-
-
-def _find(settings: Settings) -> Iterator[Stored]:
-    models, quantized, cache, home = settings.models_folder, settings.quantized_folder, cache_folder(), settings.home
-    programs = program_folders() if settings.other_programs else []
-    for location in folder_locations(models, "store"):
-        path = models / location.id
-        parts = tuple(path.with_name(name) for name in parts_of(path.name))
-        files = tuple(file for part in parts for file in _files(part))
-        what = "link to a model" if path.is_symlink() else "model"
-        yield Stored(name=location.id, what=what, path=path, files=files, parts=parts if len(parts) > 1 else ())
-    others: list[tuple[str, str, Path | None, str]] = [
-        *((it.id, "quantized copy", quantized / it.id, "") for it in copy_locations(quantized)),
-        *((repo.id, HUB_MODEL, repo_folder(cache, repo.id), "") for repo in repositories(cache)),
-        ("unfinished", "unfinished downloads", models / TEMP_NAME, ""),
-        ("bench", "benchmark runs", home / "bench", ""),
-        ("experiments", "stored evaluations", home / "experiments.db", "delete some with lab.experiments().delete(ID)"),
-        ("daemon", "sessions and events", settings.daemon_folder, DAEMON),
-        ("records", "recorded requests", settings.record_to, "delete its records with lab.requests.clear()"),
-        ("prefixes", "prefix cache", settings.prefix_cache_dir, ""),
-        *((source, f"models of {source}", folder, PROGRAMS[source]) for source, folder in programs),
-        *((str(folder), "additional folder", folder, ADDITIONAL) for folder in settings.model_folders),
-    ]
-    for name, what, place, remedy in others:
-        if place is not None:
-            yield Stored(name=name, what=what, path=place, files=_files(place), remedy=remedy)
 
 
 def _files(path: Path) -> tuple[tuple[str, int], ...]:

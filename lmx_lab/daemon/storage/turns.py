@@ -223,7 +223,23 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
         accepted = TurnAccepted(turn_id=body.turn_id, status=row["status"], cursor=cursor)
         return Submitted(turn=accepted, is_new=False, session=session)
     ahead = len(session.queued_turn_ids) + (session.active_turn_id is not None)
-    _check_space(tx, session, body, limits)
+    if body.when_busy == "reject" and session.status != "idle":
+        busy_id = session.active_turn_id or session.queued_turn_ids[0]
+        raise TurnInProgressError(
+            f"turn {busy_id!r} of this session is {session.status}; wait for its end, or cancel it"
+        )
+    if len(session.queued_turn_ids) >= limits.queued_turns_per_session:
+        raise QueueFullError(
+            f"{limits.queued_turns_per_session} turns of this session are queued already, which is the limit; wait for "
+            "some of them to end",
+            retry_after_s=RETRY_S,
+        )
+    waiting = tx.fetch_one(f"SELECT count(*) AS count FROM turns WHERE {UNFINISHED} AND status = 'queued'")
+    if waiting is not None and waiting["count"] >= limits.queued_turns:
+        raise QueueFullError(
+            f"{limits.queued_turns} turns are queued already, which is the limit; wait for some of them to end",
+            retry_after_s=RETRY_S,
+        )
     key = TurnKey(session_id=session_id, turn_id=body.turn_id or new_id("trn"))
     overrides = None if body.overrides is None else body.overrides.model_dump_json(exclude_unset=True)
     row = {"status": "queued", "content": body.content, "overrides": overrides, "digest": digest, "queued_at": tx.now}
@@ -247,26 +263,6 @@ def submit(tx: Transaction, session_id: str, body: SubmitTurn, limits: Limits) -
     sessions.touch(tx, session_id)
     accepted = TurnAccepted(turn_id=key.turn_id, status="queued", cursor=seq - 1)
     return Submitted(turn=accepted, is_new=True, session=session)
-
-
-def _check_space(tx: Transaction, session: SessionRecord, body: SubmitTurn, limits: Limits) -> None:
-    if body.when_busy == "reject" and session.status != "idle":
-        busy_id = session.active_turn_id or session.queued_turn_ids[0]
-        raise TurnInProgressError(
-            f"turn {busy_id!r} of this session is {session.status}; wait for its end, or cancel it"
-        )
-    if len(session.queued_turn_ids) >= limits.queued_turns_per_session:
-        raise QueueFullError(
-            f"{limits.queued_turns_per_session} turns of this session are queued already, which is the limit; wait for "
-            "some of them to end",
-            retry_after_s=RETRY_S,
-        )
-    row = tx.fetch_one(f"SELECT count(*) AS count FROM turns WHERE {UNFINISHED} AND status = 'queued'")
-    if row is not None and row["count"] >= limits.queued_turns:
-        raise QueueFullError(
-            f"{limits.queued_turns} turns are queued already, which is the limit; wait for some of them to end",
-            retry_after_s=RETRY_S,
-        )
 
 
 # Starting

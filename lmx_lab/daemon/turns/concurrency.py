@@ -6,11 +6,14 @@ Each is used on one event loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
-from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Owner = TypeVar("Owner", bound="HasShieldedTasks")
 
 
 async def give_way(iterations: int) -> None:
@@ -82,10 +85,6 @@ class ShieldedTasks:
         self.tasks: set[asyncio.Task[Any]] = set()
         """Tasks that have not ended."""
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result. If the caller is cancelled, the coroutine continues."""
-        return await asyncio.shield(self.start(work))
-
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a coroutine as a task and keep a reference to it until it ends."""
         task = asyncio.create_task(work)
@@ -94,3 +93,22 @@ class ShieldedTasks:
         # Retrieved, so that asyncio does not log it if the caller was cancelled.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task
+
+
+class HasShieldedTasks(Protocol):
+    """An object with ``shielded`` methods."""
+
+    @property
+    def shielded_tasks(self) -> ShieldedTasks: ...
+
+
+def shielded(
+    method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]:
+    """Decorate a method whose calls are completed even if their caller is cancelled."""
+
+    @functools.wraps(method)
+    async def call(self: Owner, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(self.shielded_tasks.start(method(self, *args, **kwargs)))
+
+    return call

@@ -48,14 +48,24 @@ def chat_request(
     """
     sampling = {name: value for name in SAMPLING if (value := getattr(overrides, name)) is not None}
     body = {**(overrides.extra or {}), **sampling, "messages": chat_messages(system_prompt, history)}
-    choice = _tool_choice(overrides.tool_choice, tools, absence) if is_first_step else None
+    choice, names = overrides.tool_choice if is_first_step else None, [tool.name for tool in tools]
+    is_mode = choice in TOOL_CHOICES and (names or choice != "required")
+    if choice is not None and not is_mode and choice not in names:
+        available, remedy = "this turn has no tools", "omit it"
+        if names:
+            available = f"the tools of this turn are {', '.join(names[:LISTED_TOOLS])}"
+            remedy = "use one of them, or omit it"
+        reason = f"{absence}; {available}" if absence else available
+        raise InvalidRequestError(
+            f"tool_choice is {choice!r:.80}, but {reason}; {remedy}", param="overrides.tool_choice"
+        )
     if tools:
         functions = [
             {"name": tool.name, "description": tool.description, "parameters": tool.parameters} for tool in tools
         ]
         body["tools"] = [{"type": "function", "function": function} for function in functions]
         if choice is not None:
-            body["tool_choice"] = choice
+            body["tool_choice"] = choice if is_mode else {"type": "function", "function": {"name": choice}}
     return body
 
 
@@ -70,22 +80,6 @@ def select_tools(tools: Iterable[ToolRecord], names: Sequence[str] | None) -> li
     exact, prefixes = set(names), tuple(name[:-1] for name in names if name.endswith("*"))
     # No name begins with a null character, and startswith needs at least one prefix.
     return [tool for tool in tools if tool.name in exact or tool.name.startswith(prefixes or ("\0",))]
-
-
-def _tool_choice(choice: str | None, tools: Sequence[ToolRecord], absence: str | None) -> Any:
-    names = [tool.name for tool in tools]
-    if choice is None or (choice in TOOL_CHOICES and (names or choice != "required")):
-        return choice
-    if choice not in names:
-        available, remedy = "this turn has no tools", "omit it"
-        if names:
-            available = f"the tools of this turn are {', '.join(names[:LISTED_TOOLS])}"
-            remedy = "use one of them, or omit it"
-        reason = f"{absence}; {available}" if absence else available
-        raise InvalidRequestError(
-            f"tool_choice is {choice!r:.80}, but {reason}; {remedy}", param="overrides.tool_choice"
-        )
-    return {"type": "function", "function": {"name": choice}}
 
 
 def chat_messages(system_prompt: str | None, history: Sequence[SessionMessage]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from lmx_lab.daemon.storage.store import Store, Transaction, TurnKey
 from lmx_lab.daemon.storage.turns import StartedTurn, Submitted, end_abandoned
 from lmx_lab.daemon.toolbox import Toolbox
 from lmx_lab.daemon.turns.active_turn import ActiveTurn, TurnDependencies
-from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, give_way, retry_delays
+from lmx_lab.daemon.turns.concurrency import ShieldedTasks, TurnSlots, give_way, retry_delays, shielded
 from lmx_lab.daemon.turns.machine import TurnEnding
 from lmx_lab.daemon.turns.model_client import ModelClient
 from lmx_lab.errors import LabError, SessionNotFoundError, StoppingError
@@ -81,7 +81,8 @@ class TurnRunner:
         """Futures of the ends of turns, each as long as a caller waits for it. They are shared: do not cancel them."""
         self._adopted_tasks: set[asyncio.Task[None]] = set()
         """Cancelled tasks of turns that have ended without them."""
-        self._shielded = ShieldedTasks()
+        self.shielded_tasks = ShieldedTasks()
+        """The requests of clients that are being completed."""
         self._recovery: asyncio.Task[None] | None = None
         self.is_stopping = False
         """Whether turns are no longer accepted or started."""
@@ -148,7 +149,7 @@ class TurnRunner:
         await self._wait_ended(STOP_S)
         tasks = [
             *self._adopted_tasks,
-            *self._shielded.tasks,
+            *self.shielded_tasks.tasks,
             *self._worker_tasks(),
         ]
         for task in tasks:
@@ -158,7 +159,7 @@ class TurnRunner:
 
     async def _wait_ended(self, timeout_s: float) -> None:
         """Wait until no turn is running and all requests of clients are completed."""
-        tasks = [*self._shielded.tasks, *self._worker_tasks()]
+        tasks = [*self.shielded_tasks.tasks, *self._worker_tasks()]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
@@ -169,11 +170,12 @@ class TurnRunner:
     @property
     def is_idle(self) -> bool:
         """Whether no turn and no request is in progress. Then nothing is kept in memory for any session."""
-        is_in_use = self._workers or len(self._ends) or self._adopted_tasks or self._shielded.tasks
+        is_in_use = self._workers or len(self._ends) or self._adopted_tasks or self.shielded_tasks.tasks
         return not is_in_use and self._slots.free == self._limits.running_turns
 
     # Turns
 
+    @shielded
     async def submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
         """Queue a turn, which runs as soon as possible.
 
@@ -190,12 +192,6 @@ class TurnRunner:
         """
         if self.is_stopping:
             raise StoppingError("the daemon is stopping and accepts no turns; start it again, then repeat the request")
-        submitted = await self._shielded.run(self._submit(session_id, body))
-        # The response takes as long to write as the request to the model, which is sent first.
-        await give_way(BEHIND_TURN)
-        return submitted
-
-    async def _submit(self, session_id: str, body: SubmitTurn) -> tuple[TurnAccepted, bool]:
         async with self._locked(session_id) as worker:
             can_start = worker.task is None and not (self.is_stopping or self._dependencies.toolbox.is_starting)
             has_slot = can_start and self._slots.acquire_nowait()
@@ -224,6 +220,8 @@ class TurnRunner:
                 worker.active.stop(CANCELLED)
             if accepted.status == "queued":
                 self._start_worker(worker)
+        # The response takes as long to write as the request to the model, which is sent first.
+        await give_way(BEHIND_TURN)
         return accepted, is_new
 
     async def read(self, session_id: str, turn_id: str, *, wait_s: float = 0) -> TurnRecord:
@@ -257,6 +255,7 @@ class TurnRunner:
     async def _read(self, key: TurnKey) -> TurnRecord:
         return await self._store.read(lambda view: turns.read(view, key))
 
+    @shielded
     async def cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
         """Cancel the active turn or the named one, and the queued turns if requested. Idempotent.
 
@@ -266,9 +265,6 @@ class TurnRunner:
             SessionNotFoundError, TurnNotFoundError: The session or the turn does not exist.
             StorageFullError: The disk is full.
         """
-        return await self._shielded.run(self._cancel(session_id, body))
-
-    async def _cancel(self, session_id: str, body: CancelTurns) -> CancelAnswer:
         async with self._locked(session_id) as worker:
             if body.turn_id is None:
                 await self._store.read(lambda view: sessions.read(view, session_id))
@@ -310,7 +306,7 @@ class TurnRunner:
         worker = self._get_worker(session_id)
         if worker.deletion is None:
             worker.users += 1
-            worker.deletion = self._shielded.start(self._delete(worker))
+            worker.deletion = self.shielded_tasks.start(self._delete(worker))
         await asyncio.shield(worker.deletion)
 
     async def _delete(self, worker: SessionWorker) -> None:
@@ -339,15 +335,13 @@ class TurnRunner:
         """Return the pending permissions, oldest first."""
         return PermissionList(permissions=await self._store.read(permissions.list_pending))
 
+    @shielded
     async def decide(self, permission_id: str, body: Decision) -> PermissionRecord:
         """Allow or deny one call, or allow all later calls of its tool in its session.
 
         Raises:
             PermissionNotFoundError, AlreadyResolvedError, PermissionExpiredError: See ``permissions.decide``.
         """
-        return await self._shielded.run(self._decide(permission_id, body))
-
-    async def _decide(self, permission_id: str, body: Decision) -> PermissionRecord:
         decided = await self._store.write(lambda tx: permissions.decide(tx, permission_id, body))
         worker = self._workers.get(decided.session_id)
         if worker is not None and worker.active is not None and worker.active.key.turn_id == decided.turn_id:
