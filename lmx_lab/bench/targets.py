@@ -137,31 +137,30 @@ class ChatTarget:
                 listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
                 raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); choose one with model=")
             self._model = names[0]
-        found = await self._lab_facts() if self._is_lab else TargetFacts(model=self._model)
+        found = TargetFacts(model=self._model)
+        if self._is_lab:
+            async with AsyncLabClient(self.url, api_key=self._api_key) as client:
+                version, listed = await client.version(), await client.models()
+            if self._model is None:
+                chosen = [record for record in listed.models if record.loaded and record.kind == "chat"]
+                # The main model answers requests that name none.
+                chosen.sort(key=lambda record: not record.main)
+            else:
+                chosen = [record for record in listed.models if record.id == self._model]
+            if not chosen:
+                missing = "loaded chat model" if self._model is None else f"model {self._model!r:.80}"
+                raise NotLoadedError(f"{self.url} has no {missing}; load one first")
+            record, compute = chosen[0], listed.compute
+            versions = {engine.name: engine.version for engine in listed.engines}
+            facts = _engine_facts(
+                f"lmx-lab {version}",
+                llama=f"{record.engine}-{versions.get(record.engine)}" if record.engine == "llama.cpp" else None,
+                blas=compute.blas if compute else None,
+                threads=compute.threads if compute else None,
+            )
+            found = replace(facts, model=record.id, quantization=record.quantization)
         given = {name: value for name, value in vars(self._known).items() if value is not None}
         return replace(found, **given)
-
-    async def _lab_facts(self) -> TargetFacts:
-        async with AsyncLabClient(self.url, api_key=self._api_key) as client:
-            version, listed = await client.version(), await client.models()
-        if self._model is None:
-            chosen = [record for record in listed.models if record.loaded and record.kind == "chat"]
-            # The main model answers requests that name none.
-            chosen.sort(key=lambda record: not record.main)
-        else:
-            chosen = [record for record in listed.models if record.id == self._model]
-        if not chosen:
-            missing = "loaded chat model" if self._model is None else f"model {self._model!r:.80}"
-            raise NotLoadedError(f"{self.url} has no {missing}; load one first")
-        record, compute = chosen[0], listed.compute
-        versions = {engine.name: engine.version for engine in listed.engines}
-        facts = _engine_facts(
-            f"lmx-lab {version}",
-            llama=f"{record.engine}-{versions.get(record.engine)}" if record.engine == "llama.cpp" else None,
-            blas=compute.blas if compute else None,
-            threads=compute.threads if compute else None,
-        )
-        return replace(facts, model=record.id, quantization=record.quantization)
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         if self._is_lab is None:

@@ -126,6 +126,8 @@ def bench(
     """Measure tokens per second."""
     if url is None and model is None:
         raise InvalidRequestError("there is nothing to measure; give --model to load a model, or --url of a server")
+    import asyncio
+
     sweep: dict[str, Any] = {
         "prompt_tokens": _numbers("--prompt-tokens", prompt_tokens),
         "output_tokens": _numbers("--output-tokens", output_tokens),
@@ -149,12 +151,12 @@ def bench(
         if plot.is_dir() or not plot.parent.is_dir():
             raise InvalidRequestError(f"--plot is {str(plot)!r}; give a file in an existing folder", param="--plot")
     others = [benchmark.ChatTarget(one, model=compare_model, api_key=compare_api_key) for one in compare or ()]
-    _check_reachable(others)
+    asyncio.run(_check_reachable(others))
     engines, names = list(engine or ()), list(name or ())
     with _stopped_by_sigterm():
         if url is not None:
             first = benchmark.ChatTarget(url, model=model, api_key=api_key)
-            _check_reachable([first])
+            asyncio.run(_check_reachable([first]))
         if url is None:
             assert model is not None
             with _served_model(model, engines, plan, others, names) as targets:
@@ -197,34 +199,28 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _check_reachable(targets: Iterable[ChatTarget]) -> None:
+async def _check_reachable(targets: Iterable[ChatTarget]) -> None:
     """Check before the measurement that the targets can be used. Other errors are reported when the requests fail.
 
     Raises:
         LabError: a server does not answer, refuses the key, or does not have the model.
     """
-    import asyncio
-
     from lmx_lab.client.connection import was_sent
 
     for target in targets:
         try:
-            asyncio.run(target.describe())
+            await target.describe()
         except UnauthorizedError:
             raise
         except NotLoadedError:
             # The lab may load the model when a request names it, or have it under another name.
-            asyncio.run(_send_request(target))
+            body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+            async with aclosing(target.ask(body)) as chunks:
+                async for _ in chunks:
+                    pass
         except LabError as exc:
             if not was_sent(exc):
                 raise
-
-
-async def _send_request(target: ChatTarget) -> None:
-    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
-    async with aclosing(target.ask(body)) as chunks:
-        async for _ in chunks:
-            pass
 
 
 @contextmanager

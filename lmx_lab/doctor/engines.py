@@ -57,7 +57,33 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
         )
         return
     yield Finding(topic="llama.cpp", verdict="fine", found=version)
-    yield _compare_speeds(settings, measure=measure)
+    # Which engine decodes faster, from the last measurement or from a new one.
+    speeds = None if measure else read_speeds(settings)
+    if speeds is None:
+        entries = {
+            entry.format: entry for entry in Catalog(settings).scan() if entry.id == STARTER and entry.copy is None
+        }
+        if missing := [format_ for format_ in MEASURED.values() if format_ not in entries]:
+            # The conversion for MLX also keeps the file that is converted.
+            pull = f"lmx-lab pull {STARTER} --mlx" if "mlx" in missing else f"lmx-lab pull {STARTER}-gguf"
+            formats = " and ".join(TITLES[format_] for format_ in missing)
+            yield _unmeasured(f"it needs {STARTER} in the format {formats}", remedy=f"{pull} && {MEASURE}")
+            return
+        if not measure:
+            yield _unmeasured("it has not been measured", remedy=f"{MEASURE} (about ten seconds)")
+            return
+        try:
+            speeds = measure_speeds(settings, {engine: entries[format_] for engine, format_ in MEASURED.items()})
+        except LabError as exc:
+            yield _unmeasured(str(exc))
+            return
+        with contextlib.suppress(OSError):  # The check of the disk reports a folder that is not writable.
+            store_speeds(settings, speeds)
+    found = f"on this machine, {speeds} (measured {age_in_words(speeds.measured_at)}"
+    if speeds.disturbed:
+        yield Finding(topic="engines", verdict="note", found=f"{found})")
+    else:
+        yield Finding(topic="engines", verdict="fine", found=f"{found}; to measure again: {MEASURE})")
 
 
 def check_copies(settings: Settings, *, only: str | None = None) -> Iterator[Finding]:
@@ -102,32 +128,6 @@ def describe_import_failure(status: int, stderr: str) -> str | None:
         processor = "; its wheel was built for newer processors" if -status == signal.SIGILL else ""
         return f"the import was ended by {name}{processor}; MLX models still work"
     return (stderr.strip().splitlines() or [f"the import ended with exit status {status}"])[-1]
-
-
-def _compare_speeds(settings: Settings, *, measure: bool) -> Finding:
-    """Report which engine decodes faster, from the last measurement or from a new one."""
-    speeds = None if measure else read_speeds(settings)
-    if speeds is None:
-        entries = {
-            entry.format: entry for entry in Catalog(settings).scan() if entry.id == STARTER and entry.copy is None
-        }
-        if missing := [format_ for format_ in MEASURED.values() if format_ not in entries]:
-            # The conversion for MLX also keeps the file that is converted.
-            pull = f"lmx-lab pull {STARTER} --mlx" if "mlx" in missing else f"lmx-lab pull {STARTER}-gguf"
-            formats = " and ".join(TITLES[format_] for format_ in missing)
-            return _unmeasured(f"it needs {STARTER} in the format {formats}", remedy=f"{pull} && {MEASURE}")
-        if not measure:
-            return _unmeasured("it has not been measured", remedy=f"{MEASURE} (about ten seconds)")
-        try:
-            speeds = measure_speeds(settings, {engine: entries[format_] for engine, format_ in MEASURED.items()})
-        except LabError as exc:
-            return _unmeasured(str(exc))
-        with contextlib.suppress(OSError):  # The check of the disk reports a folder that is not writable.
-            store_speeds(settings, speeds)
-    found = f"on this machine, {speeds} (measured {age_in_words(speeds.measured_at)}"
-    if speeds.disturbed:
-        return Finding(topic="engines", verdict="note", found=f"{found})")
-    return Finding(topic="engines", verdict="fine", found=f"{found}; to measure again: {MEASURE})")
 
 
 def _unmeasured(reason: str, *, remedy: str = "") -> Finding:

@@ -171,7 +171,23 @@ class Evaluation(Displayed):
         """
         if not isinstance(other, Evaluation):
             raise InvalidRequestError(f"other is {other!r:.80}; pass another result of lab.evaluate", param="other")
-        pairs = self._pairs(other)
+        rows, others = self._by_row, other._by_row
+        labels, its_labels = ([comparable(answers[0].label) for answers in each] for each in (rows, others))
+        if labels == its_labels:
+            pairs = list(zip(rows, others, strict=True))
+        else:
+            its_rows = dict(zip(its_labels, others, strict=True))
+            if len(its_rows) < len(its_labels) or len(set(labels)) < len(labels):
+                raise InvalidRequestError(
+                    "the index has duplicate labels, and the labels of both evaluations differ; give the tables a "
+                    "unique index"
+                )
+            pairs = [(each, its_rows[label]) for each, label in zip(rows, labels, strict=True) if label in its_rows]
+            if not pairs:
+                raise InvalidRequestError(
+                    f"no row is in both evaluations: the labels are {', '.join(labels)[:80] or 'none'}, and those of "
+                    f"the other one {', '.join(its_labels)[:80] or 'none'}; evaluate tables with the same index"
+                )
         different = next(
             (one for [one, *_], [its, *_] in pairs if comparable(one.expected) != comparable(its.expected)), None
         )
@@ -182,26 +198,6 @@ class Evaluation(Displayed):
         means = [(mean_score(answers), mean_score(its)) for answers, its in pairs]
         scores = [(score, its) for score, its in means if score is not None and its is not None]
         return paired_test([score for score, _ in scores], [score for _, score in scores])
-
-    def _pairs(self, other: Evaluation) -> list[tuple[list[EvaluatedRow], list[EvaluatedRow]]]:
-        """Return the answers of both evaluations to each row of the table that they share."""
-        rows, others = self._by_row, other._by_row
-        labels, its_labels = ([comparable(answers[0].label) for answers in each] for each in (rows, others))
-        if labels == its_labels:
-            return list(zip(rows, others, strict=True))
-        its_rows = dict(zip(its_labels, others, strict=True))
-        if len(its_rows) < len(its_labels) or len(set(labels)) < len(labels):
-            raise InvalidRequestError(
-                "the index has duplicate labels, and the labels of both evaluations differ; give the tables a "
-                "unique index"
-            )
-        pairs = [(answers, its_rows[label]) for answers, label in zip(rows, labels, strict=True) if label in its_rows]
-        if not pairs:
-            raise InvalidRequestError(
-                f"no row is in both evaluations: the labels are {', '.join(labels)[:80] or 'none'}, and those of the "
-                f"other one {', '.join(its_labels)[:80] or 'none'}; evaluate tables with the same index"
-            )
-        return pairs
 
     def calibration(self) -> pd.DataFrame:
         """Return the accuracy for each range of the probability of the selected choice, in ten bins of equal width.

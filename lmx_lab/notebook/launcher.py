@@ -245,7 +245,21 @@ def _replace(
             _stop(old)
     finally:
         # Also after an interrupted stop, because the old lab has ended in this case, too.
-        _start(lab, sock, old)
+        try:
+            if sock is None:
+                assert old is not None
+                sock = bind(settings.host, old.server.port, explicit=explicit and settings.port != 0)
+            lab.start(sock)
+        except BaseException as exc:
+            lab.stop()
+            if old is None or not isinstance(exc, HostingError):
+                raise
+            raise type(exc)(
+                f"{exc.message}; the lab at {old.url} has ended, call launch() again", param=exc.param
+            ) from exc
+        _REGISTRY.lab = lab
+        # The existing panels of the notebook show the new lab.
+        _REGISTRY.workbench = lab._take_over(_REGISTRY.workbench)
     return lab
 
 
@@ -306,28 +320,6 @@ async def _take_back(old: Lab, daemon: LabDaemon | None) -> str:
         except LabError as exc:
             kept += f"; its daemon could not be started again: {exc.message}"
     return kept
-
-
-def _start(lab: Lab, sock: socket.socket | None, old: Lab | None) -> None:
-    """Start a lab, in place of an old one that has ended.
-
-    Args:
-        sock: A listening socket; None if the lab takes over the port of the old one.
-    """
-    try:
-        if sock is None:
-            assert old is not None
-            explicit = lab.server.explicit_port and lab.settings.port != 0
-            sock = bind(lab.settings.host, old.server.port, explicit=explicit)
-        lab.start(sock)
-    except BaseException as exc:
-        lab.stop()
-        if old is None or not isinstance(exc, HostingError):
-            raise
-        raise type(exc)(f"{exc.message}; the lab at {old.url} has ended, call launch() again", param=exc.param) from exc
-    _REGISTRY.lab = lab
-    # The existing panels of the notebook show the new lab.
-    _REGISTRY.workbench = lab._take_over(_REGISTRY.workbench)
 
 
 def _stop(old: Lab) -> None:

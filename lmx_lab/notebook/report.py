@@ -266,7 +266,25 @@ def write_report(path: str | os.PathLike[str], text: str) -> Path:
         InvalidRequestError: the path is a folder, is in a folder that does not exist, is a file that is not a report,
             or cannot be written.
     """
-    target = _target(path)
+    target = Path(os.path.realpath(path_of(path, "the report")))
+    mode = target.stat().st_mode if target.exists() else None
+    if mode is None:
+        if not target.parent.is_dir():
+            raise _unwritable(target, f"cannot be written: there is no folder {str(target.parent)!r}; create it first")
+    elif stat.S_ISDIR(mode):
+        raise _unwritable(target, "is a folder; give the path of a file in it, such as run.html")
+    elif not stat.S_ISREG(mode):
+        raise _unwritable(target, "is not a regular file; use another path")
+    else:
+        try:
+            with target.open("rb") as existing:
+                head = existing.read(2048)  # ``GENERATOR`` is near the start of each report.
+        except OSError as exc:
+            raise _unwritable(target, f"exists and cannot be read: {exc.strerror}; use another path") from exc
+        if head and GENERATOR.encode() not in head:
+            raise _unwritable(target, "exists and is not a report; use another path, or delete that file first")
+        if not os.access(target, os.W_OK):
+            raise _unwritable(target, "exists and is read-only; use another path")
     temporary = target.with_name(f".lmx-report-{secrets.token_hex(6)}")
     try:
         try:
@@ -279,29 +297,6 @@ def write_report(path: str | os.PathLike[str], text: str) -> Path:
                 temporary.unlink()
     except OSError as exc:
         raise _unwritable(target, f"cannot be written: {exc.strerror}; use another path") from exc
-    return target
-
-
-def _target(path: str | os.PathLike[str]) -> Path:
-    target = Path(os.path.realpath(path_of(path, "the report")))
-    mode = target.stat().st_mode if target.exists() else None
-    if mode is None:
-        if not target.parent.is_dir():
-            raise _unwritable(target, f"cannot be written: there is no folder {str(target.parent)!r}; create it first")
-    elif stat.S_ISDIR(mode):
-        raise _unwritable(target, "is a folder; give the path of a file in it, such as run.html")
-    elif not stat.S_ISREG(mode):
-        raise _unwritable(target, "is not a regular file; use another path")
-    else:
-        try:
-            with target.open("rb") as file:
-                head = file.read(2048)  # ``GENERATOR`` is near the start of each report.
-        except OSError as exc:
-            raise _unwritable(target, f"exists and cannot be read: {exc.strerror}; use another path") from exc
-        if head and GENERATOR.encode() not in head:
-            raise _unwritable(target, "exists and is not a report; use another path, or delete that file first")
-        if not os.access(target, os.W_OK):
-            raise _unwritable(target, "exists and is read-only; use another path")
     return target
 
 

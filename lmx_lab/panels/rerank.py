@@ -281,7 +281,25 @@ def documents_in(text: str) -> list[str]:
             param="documents",
         )
     if text[:1] + text[-1:] in {"[]", "{}"}:
-        documents = _json_documents(text)
+        try:
+            items = json.loads(text)
+        except (ValueError, RecursionError) as exc:
+            raise InvalidRequestError(
+                f"the documents are in brackets but are not JSON: {exc}; write one per line, or a list of texts",
+                param="documents",
+            ) from exc
+        items = items if isinstance(items, list) else []
+        texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in items]
+        if not texts or not all(isinstance(each, str) for each in texts):
+            raise InvalidRequestError(
+                f'the documents are JSON but not a list of texts: {text:.40}; write them as ["one", "two"]',
+                param="documents",
+            )
+        if blank := [number for number, each in enumerate(texts) if not each.strip()]:
+            raise InvalidRequestError(
+                f"document {blank[0]} of the list (counted from 0) is empty; leave it out", param="documents"
+            )
+        documents = texts
     else:
         documents = [line for line in re.split(r"\r\n?|\n", text) if line.strip()]
     if not documents:
@@ -293,25 +311,3 @@ def documents_in(text: str) -> list[str]:
             f"there are {len(documents):,} documents; the limit is {INPUT_LIMIT:,} at a time", param="documents"
         )
     return documents
-
-
-def _json_documents(text: str) -> list[str]:
-    try:
-        items = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise InvalidRequestError(
-            f"the documents are in brackets but are not JSON: {exc}; write one per line, or a list of texts",
-            param="documents",
-        ) from exc
-    items = items if isinstance(items, list) else []
-    texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in items]
-    if not texts or not all(isinstance(each, str) for each in texts):
-        raise InvalidRequestError(
-            f'the documents are JSON but not a list of texts: {text:.40}; write them as ["one", "two"]',
-            param="documents",
-        )
-    if blank := [number for number, each in enumerate(texts) if not each.strip()]:
-        raise InvalidRequestError(
-            f"document {blank[0]} of the list (counted from 0) is empty; leave it out", param="documents"
-        )
-    return texts

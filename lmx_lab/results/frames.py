@@ -306,31 +306,26 @@ def read_source(data: Any) -> RowSource:
         batches = data.to_batches(max_chunksize=1000)
         values = (row.values() for batch in batches for row in batch.to_pylist())
     else:
-        return _listed_source(data)
+        if isinstance(data, str):
+            data = [data]
+        if isinstance(data, bytes | Mapping | np.ndarray) or not isinstance(data, Iterable) or hasattr(data, "columns"):
+            raise InvalidRequestError(
+                f"the rows are a {type(data).__name__}; pass a data frame of pandas or polars, one of its columns, a "
+                "pyarrow table, an array, a list of texts or dictionaries, or an iterable of them",
+                param="frame",
+            )
+        found = ((at, _listed_row(at, value)) for at, value in enumerate(data))
+        if not isinstance(data, Sequence):
+            return RowSource(rows=found, columns=None)
+        listed = [row for _, row in found]
+        columns = list(dict.fromkeys(name for row in listed for name in row)) or [TEXT]
+        index = import_optional("pandas", "map").RangeIndex(len(listed))
+        return RowSource(rows=iter(enumerate(listed)), columns=columns, index=index)
     if len(set(columns)) < len(columns):
         raise InvalidRequestError(f"two columns have the same name: {', '.join(columns)}; rename one", param="frame")
     narrow = list(map(narrow_types, dtypes))
     rows = ((label, TableRow.of(columns, row, narrow)) for label, row in zip(index, values, strict=True))
     return RowSource(rows=rows, columns=columns, index=index, library=library)
-
-
-def _listed_source(data: Any) -> RowSource:
-    """Return the rows of a text, a sequence or an iterable."""
-    if isinstance(data, str):
-        data = [data]
-    if isinstance(data, bytes | Mapping | np.ndarray) or not isinstance(data, Iterable) or hasattr(data, "columns"):
-        raise InvalidRequestError(
-            f"the rows are a {type(data).__name__}; pass a data frame of pandas or polars, one of its columns, a "
-            "pyarrow table, an array, a list of texts or dictionaries, or an iterable of them",
-            param="frame",
-        )
-    rows = ((at, _listed_row(at, value)) for at, value in enumerate(data))
-    if not isinstance(data, Sequence):
-        return RowSource(rows=rows, columns=None)
-    listed = [row for _, row in rows]
-    columns = list(dict.fromkeys(name for row in listed for name in row)) or [TEXT]
-    index = import_optional("pandas", "map").RangeIndex(len(listed))
-    return RowSource(rows=iter(enumerate(listed)), columns=columns, index=index)
 
 
 def _listed_row(at: int, value: Any) -> TableRow:

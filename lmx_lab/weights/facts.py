@@ -126,13 +126,30 @@ def read_folder(path: Path) -> Facts:
         raise UnusableModelError(
             f"{path} contains no tokenizer (tokenizer.json, tokenizer.model or a vocabulary); fetch it again"
         )
+    # A description such as ``4-bit, group 32``, after the mode or method if it is not MLX's default.
+    quantization = max(shards, key=lambda shard: shard.size_bytes).dtype
+    table = next((value for value in map(config.get, ("quantization", "quantization_config")) if value), None)
+    if isinstance(table, dict):
+        mode = table.get("mode", "affine") if "mode" in table or "quant_method" not in table else table["quant_method"]
+        bits, group = table.get("bits"), table.get("group_size")
+        parts = [] if mode == "affine" else [str(mode)]
+        parts += [f"{bits}-bit"] if isinstance(bits, int) else []
+        parts += [f"group {group}"] if isinstance(group, int) else []
+        quantization = ", ".join(parts) or quantization
+    # The smaller of the position limit and the length that files of sentence-transformers define.
+    text = config.get("text_config")
+    sources = [config, text] if isinstance(text, dict) else [config]
+    limits = [s[key] for s in sources for key in CONTEXT_KEYS if _is_count(s.get(key))][:1]
+    if (path / "sentence_bert_config.json").exists():
+        limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
+        limits += [limit] if _is_count(limit) else []
     return Facts(
         kind=_kind(path, config, architecture),
         format="mlx",
         architecture=architecture,
         size_bytes=sum(shard.size_bytes for shard in shards),
-        quantization=_quantization(config) or max(shards, key=lambda shard: shard.size_bytes).dtype,
-        context_length=_context_length(path, config),
+        quantization=quantization,
+        context_length=min(limits, default=None),
         warning=_adapter_warning(path),
     )
 
@@ -204,29 +221,6 @@ def _kind(path: Path, config: dict[str, Any], architecture: str) -> Kind:
     is_encoder = architecture.replace("_", "-") in {name.replace("_", "-") for name in ENCODERS}
     # A decoder that was saved without its head cannot generate text.
     return "embedding" if is_encoder or any(name.endswith("Model") for name in heads) else "chat"
-
-
-def _quantization(config: dict[str, Any]) -> str | None:
-    """Return a description such as ``4-bit, group 32``, after the mode or method if it is not MLX's default."""
-    table = next((value for value in map(config.get, ("quantization", "quantization_config")) if value), None)
-    if not isinstance(table, dict):
-        return None
-    mode = table.get("mode", "affine") if "mode" in table or "quant_method" not in table else table["quant_method"]
-    bits, group = table.get("bits"), table.get("group_size")
-    parts = [f"{bits}-bit"] if isinstance(bits, int) else []
-    parts += [f"group {group}"] if isinstance(group, int) else []
-    return ", ".join([*([] if mode == "affine" else [str(mode)]), *parts]) or None
-
-
-def _context_length(path: Path, config: dict[str, Any]) -> int | None:
-    """Return the smaller of the position limit and the length that sentence-transformers files define."""
-    text = config.get("text_config")
-    sources = [config, text] if isinstance(text, dict) else [config]
-    limits = [s[key] for s in sources for key in CONTEXT_KEYS if _is_count(s.get(key))][:1]
-    if (path / "sentence_bert_config.json").exists():
-        limit = read_json(path / "sentence_bert_config.json").get("max_seq_length")
-        limits += [limit] if _is_count(limit) else []
-    return min(limits, default=None)
 
 
 def _is_count(value: object) -> bool:

@@ -159,6 +159,20 @@ def mlx_config(header: GgufHeader, eos_ids: list[int], rope_scaling: dict[str, A
     linear = None
     if header.text("llama.rope.scaling.type") == "linear":
         linear = {"rope_type": "linear", "factor": header.number("llama.rope.scaling.factor") or 1.0}
+    # The most frequent width, and an entry for each matrix that has another width or is not quantized.
+    matrices = {
+        str(mlx_name(tensor.name)).removesuffix(".weight"): QUANTIZED_BITS.get(tensor.type)
+        for tensor in header.tensors
+        if tensor.name != ROPE_FACTORS and len(tensor.shape) > 1
+    }
+    widths = [bits for bits in matrices.values() if bits is not None]
+    quantization: dict[str, Any] | None = None
+    if widths:
+        usual = max(set(widths), key=widths.count)
+        quantization = {"group_size": GROUP_SIZE, "bits": usual}
+        for name, bits in matrices.items():
+            if bits != usual:
+                quantization[name] = bits is not None and {"group_size": GROUP_SIZE, "bits": bits}
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -180,7 +194,7 @@ def mlx_config(header: GgufHeader, eos_ids: list[int], rope_scaling: dict[str, A
         "bos_token_id": bos,
         "eos_token_id": eos_ids,
         "pad_token_id": pad,
-        **_quantization(header),
+        "quantization": quantization,
     }
     return {key: value for key, value in config.items() if value is not None}
 
@@ -214,24 +228,6 @@ def llama3_scaling(rope_factors: list[float], head_size: int, rope_theta: float)
         abs(a - b) <= 1e-3 * b for a, b in zip(rope_factors, expected, strict=True)
     )
     return table if matches else None
-
-
-def _quantization(header: GgufHeader) -> dict[str, Any]:
-    """Return the most frequent width, and an entry for each matrix that has another width or is not quantized."""
-    matrices = {
-        str(mlx_name(tensor.name)).removesuffix(".weight"): QUANTIZED_BITS.get(tensor.type)
-        for tensor in header.tensors
-        if tensor.name != ROPE_FACTORS and len(tensor.shape) > 1
-    }
-    widths = [bits for bits in matrices.values() if bits is not None]
-    if not widths:
-        return {}
-    usual = max(set(widths), key=widths.count)
-    table: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": usual}
-    for name, bits in matrices.items():
-        if bits != usual:
-            table[name] = bits is not None and {"group_size": GROUP_SIZE, "bits": bits}
-    return {"quantization": table}
 
 
 def _required(header: GgufHeader, name: str) -> int:

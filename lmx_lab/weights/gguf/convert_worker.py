@@ -25,7 +25,7 @@ from lmx_lab.weights.gguf.convert import (
     mlx_name,
     refuse_unsupported,
 )
-from lmx_lab.weights.gguf.header import GgufTensor, read_header
+from lmx_lab.weights.gguf.header import read_header
 from lmx_lab.weights.gguf.tokenizer import build_tokenizer, eos_ids, read_vocabulary, tokenizer_config
 from lmx_lab.weights.store import FULL
 
@@ -58,27 +58,21 @@ def convert(source: Path, folder: Path) -> None:
             raise UnusableModelError(f"{source} scales positions in a way that cannot be converted ({ROPE_FACTORS})")
     weights: dict[str, mx.array] = {}
     for tensor in header.tensors:
-        if tensor.name != ROPE_FACTORS:
-            weights |= _rename(tensor, arrays)
+        if tensor.name == ROPE_FACTORS:
+            continue
+        # A quantized tensor consists of weight, scales and biases.
+        name, bits, shape = str(mlx_name(tensor.name)), QUANTIZED_BITS.get(tensor.type), tuple(reversed(tensor.shape))
+        stored = shape if bits is None else (*shape[:-1], shape[-1] * bits // 32)
+        weights[name] = _expect(arrays, tensor.name, stored)
+        if bits is not None:
+            groups = (*shape[:-1], shape[-1] // GROUP_SIZE)
+            for part in ("scales", "biases"):
+                found = _expect(arrays, f"{tensor.name.removesuffix('weight')}{part}", groups)
+                weights[f"{name.removesuffix('weight')}{part}"] = found
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(vocabulary, header.context_length))
     _write_json(folder / "config.json", mlx_config(header, eos_ids(vocabulary), scaling))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-
-
-def _rename(tensor: GgufTensor, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return a tensor under MLX's names; a quantized one as weight, scales and biases."""
-    name = str(mlx_name(tensor.name))
-    bits = QUANTIZED_BITS.get(tensor.type)
-    shape = tuple(reversed(tensor.shape))
-    if bits is None:
-        return {name: _expect(arrays, tensor.name, shape)}
-    stem, mlx_stem = tensor.name.removesuffix("weight"), name.removesuffix("weight")
-    groups = (*shape[:-1], shape[-1] // GROUP_SIZE)
-    packed = _expect(arrays, tensor.name, (*shape[:-1], shape[-1] * bits // 32))
-    return {name: packed} | {
-        f"{mlx_stem}{part}": _expect(arrays, f"{stem}{part}", groups) for part in ("scales", "biases")
-    }
 
 
 def _expect(arrays: dict[str, mx.array], name: str, shape: tuple[int, ...]) -> mx.array:
