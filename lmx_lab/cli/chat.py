@@ -89,7 +89,13 @@ def chat(
 
     with contextlib.ExitStack() as stack:
         conversation: Conversation
-        if session is None and not new and url is None and token is None and not _daemon_runs():
+        uses_daemon = session is not None or new or url is not None or token is not None
+        if not uses_daemon:
+            from lmx_lab.daemon.home import read_state
+
+            with contextlib.suppress(UnreachableError):
+                uses_daemon = read_state(Settings.read().daemon_folder) is not None
+        if not uses_daemon:
             lab = stack.enter_context(lab_for_chat(settings_with_folders(), model))
             conversation = DirectConversation(lab, system=system, max_tokens=max_tokens)
         else:
@@ -122,14 +128,6 @@ def _hang_up(number: int, frame: object) -> None:
     """Cancel the answer as Ctrl-C does, and end the input."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.raise_signal(signal.SIGINT)
-
-
-def _daemon_runs() -> bool:
-    from lmx_lab.daemon.home import read_state
-
-    with contextlib.suppress(UnreachableError):
-        return read_state(Settings.read().daemon_folder) is not None
-    return False
 
 
 def _read_last_session(client: DaemonClient, last: Path) -> str | None:

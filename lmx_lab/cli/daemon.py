@@ -81,33 +81,24 @@ def daemon(
         cors_origins=cors_origin or None,
         log_level=log_level,
     )
-    _check_upstream(settings.upstream)
+    if settings.upstream is not None:
+        # Checked before the start, and not only when the first turn fails.
+        from lmx_lab.client.connection import normalize_address
+
+        try:
+            address = normalize_address(settings.upstream)
+        except InvalidRequestError as exc:
+            raise InvalidRequestError(exc.message.replace("url:", "upstream:", 1), param="upstream") from None
+        # An address with neither scheme nor port would be a web site at port 80.
+        if "://" not in settings.upstream and urlsplit(address).port is None:
+            raise InvalidRequestError(
+                f"upstream: {settings.upstream!r:.200} has neither http:// nor a port; give an address such as http://127.0.0.1:8400",
+                param="upstream",
+            )
     start_logging(settings.log_level)
     servers = _confirmed_servers(mcp_config, yes=yes) if mcp_config is not None else []
     with garbage_collection_paused():
         _run_daemon(settings, servers, explicit_port=port is not None or "LMX_LAB_DAEMON_PORT" in os.environ)
-
-
-def _check_upstream(url: str | None) -> None:
-    """Check the address of the model server before the start, and not only when the first turn fails.
-
-    Raises:
-        InvalidRequestError: it is not the address of a server.
-    """
-    if url is None:
-        return
-    from lmx_lab.client.connection import normalize_address
-
-    try:
-        address = normalize_address(url)
-    except InvalidRequestError as exc:
-        raise InvalidRequestError(exc.message.replace("url:", "upstream:", 1), param="upstream") from None
-    # An address with neither scheme nor port would be a web site at port 80.
-    if "://" not in url and urlsplit(address).port is None:
-        raise InvalidRequestError(
-            f"upstream: {url!r:.200} has neither http:// nor a port; give an address such as http://127.0.0.1:8400",
-            param="upstream",
-        )
 
 
 def _confirmed_servers(path: Path, *, yes: bool) -> list[McpServerConfig]:
@@ -116,7 +107,16 @@ def _confirmed_servers(path: Path, *, yes: bool) -> list[McpServerConfig]:
 
     servers = read_mcp_file(path)
     for server in servers:
-        print_line(_describe(server, path.absolute().parent))
+        target = server.url or shlex.join([server.command or "", *server.args])
+        where = f"  (in {server.cwd})" if server.cwd and Path(server.cwd) != path.absolute().parent else ""
+        # Values may be secrets, except those of variables that choose other programs and libraries.
+        variables = [
+            f"{name}={value}" if name == "PATH" or name.startswith(("LD_", "DYLD_", "PYTHON", "NODE_")) else name
+            for name, value in [*server.env.items(), *server.headers.items()]
+        ]
+        text = f"{server.name}: {target}{where}" + (f"  (with {', '.join(variables)})" if variables else "")
+        # Control characters could hide a part of it.
+        print_line("".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text))
     if not servers:
         print_line(f"{path} has no MCP servers")
     elif not yes and not is_interactive():
@@ -127,20 +127,6 @@ def _confirmed_servers(path: Path, *, yes: bool) -> list[McpServerConfig]:
             answer = read_line("These programs and addresses will receive data of turns. Add them? [y]es, [N]o ")
         return servers if answer.strip().lower() in ("y", "yes") else []
     return servers
-
-
-def _describe(server: McpServerConfig, folder: Path) -> str:
-    """Return the complete command or address of a server. Control characters, which could hide a part of it, are
-    escaped."""
-    target = server.url or shlex.join([server.command or "", *server.args])
-    where = f"  (in {server.cwd})" if server.cwd and Path(server.cwd) != folder else ""
-    # Values may be secrets, except those of variables that choose other programs and libraries.
-    variables = [
-        f"{name}={value}" if name == "PATH" or name.startswith(("LD_", "DYLD_", "PYTHON", "NODE_")) else name
-        for name, value in [*server.env.items(), *server.headers.items()]
-    ]
-    text = f"{server.name}: {target}{where}" + (f"  (with {', '.join(variables)})" if variables else "")
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _run_daemon(settings: Settings, servers: list[McpServerConfig], *, explicit_port: bool) -> None:

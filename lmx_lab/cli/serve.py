@@ -214,9 +214,12 @@ def serve(
         print_line(f"loading {spec.model}")
     return_large_blocks()
     with garbage_collection_paused(), contextlib.nullcontext() if quiet else print_requests():
+        import asyncio
+
         from lmx_lab.cli.server import run_server
 
-        run_server(settings, spec, explicit_port=port is not None or "LMX_LAB_PORT" in os.environ, stopped=stopped)
+        explicit_port = port is not None or "LMX_LAB_PORT" in os.environ
+        asyncio.run(run_server(settings, spec, explicit_port=explicit_port, stopped=stopped))
 
 
 def _bytes(option: str, size_gb: float | None) -> int | None:

@@ -21,7 +21,7 @@ from lmx_lab.urls import qr_half_blocks
 from lmx_lab.values.models import LoadReport, LoadSpec, ModelEvent
 
 
-def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, stopped: Future[None]) -> None:
+async def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, stopped: Future[None]) -> None:
     """Start the server, load the models, and return when a signal or an error has ended the server.
 
     Args:
@@ -29,10 +29,6 @@ def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool
         explicit_port: Whether the caller chose the port, which then must be free.
         stopped: Done after the first signal.
     """
-    asyncio.run(_run(settings, spec, explicit_port=explicit_port, stopped=stopped))
-
-
-async def _run(settings: Settings, spec: LoadSpec | None, *, explicit_port: bool, stopped: Future[None]) -> None:
     # Shielded, because a future that is cancelled could not be done by a later signal.
     stop = asyncio.shield(asyncio.wrap_future(stopped))
     engine = ModelManager(settings)

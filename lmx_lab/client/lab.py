@@ -84,7 +84,6 @@ from lmx_lab.wire.chat import (
     ChunkChoice,
     SocketDone,
     SocketError,
-    SocketStats,
     SocketToken,
 )
 from lmx_lab.wire.completions import Completion, CompletionRequest
@@ -260,7 +259,23 @@ class SocketChunks:
             return
         self.done = True
         stats = message.stats
-        last, timings = self._chunk(ChoiceDelta(), finish_reason=stats.finish_reason), _timings(stats)
+        computed, predicted = stats.prompt_tokens - stats.cached_tokens, stats.completion_tokens
+        speed = stats.tokens_per_second
+        predicted_ms = predicted / speed * 1e3 if speed > 0 else 0.0
+        prompt_ms = max(0.0, stats.total_ms - predicted_ms)
+        timings = Timings(
+            cache_n=stats.cached_tokens,
+            prompt_n=computed,
+            prompt_ms=prompt_ms,
+            prompt_per_token_ms=prompt_ms / computed if computed else 0.0,
+            prompt_per_second=computed / prompt_ms * 1e3 if prompt_ms > 0 else 0.0,
+            predicted_n=predicted,
+            predicted_ms=predicted_ms,
+            predicted_per_token_ms=predicted_ms / predicted if predicted else 0.0,
+            predicted_per_second=speed,
+            ttft_ms=stats.ttft_ms,
+        )
+        last = self._chunk(ChoiceDelta(), finish_reason=stats.finish_reason)
         yield last.model_copy(update={"timings": timings})
         if self._with_usage:
             usage = Usage(
@@ -286,25 +301,6 @@ class SocketChunks:
             system_fingerprint="",
             choices=choices,
         )
-
-
-def _timings(stats: SocketStats) -> Timings:
-    computed, predicted = stats.prompt_tokens - stats.cached_tokens, stats.completion_tokens
-    speed = stats.tokens_per_second
-    predicted_ms = predicted / speed * 1e3 if speed > 0 else 0.0
-    prompt_ms = max(0.0, stats.total_ms - predicted_ms)
-    return Timings(
-        cache_n=stats.cached_tokens,
-        prompt_n=computed,
-        prompt_ms=prompt_ms,
-        prompt_per_token_ms=prompt_ms / computed if computed else 0.0,
-        prompt_per_second=computed / prompt_ms * 1e3 if prompt_ms > 0 else 0.0,
-        predicted_n=predicted,
-        predicted_ms=predicted_ms,
-        predicted_per_token_ms=predicted_ms / predicted if predicted else 0.0,
-        predicted_per_second=speed,
-        ttft_ms=stats.ttft_ms,
-    )
 
 
 # Loading and unloading with progress

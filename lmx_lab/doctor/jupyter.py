@@ -5,6 +5,7 @@ Notebooks and Jupyter servers can run in environments other than that of this pr
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -45,7 +46,14 @@ def check_kernel(_: Settings) -> Iterator[Finding]:
     folders = [] if paths is None else paths.jupyter_path("kernels")
     files = (Path(folder) / KERNEL / "kernel.json" for folder in folders)
     file = next((file for file in files if file.exists()), None)
-    python = _read_python(file) if file else sys.executable
+    python: str | None = sys.executable
+    if file is not None:
+        try:
+            command = str(json.loads(file.read_bytes())["argv"][0])
+            # A bare ``python`` is the Python of the Jupyter server, which is assumed to be this one.
+            python = command if os.path.isabs(command) else sys.executable
+        except (OSError, ValueError, TypeError, KeyError, IndexError):
+            python = None
     try:
         answer = _query_python(python) if python else None
     except subprocess.TimeoutExpired as exc:
@@ -97,18 +105,6 @@ def check_kernel(_: Settings) -> Iterator[Finding]:
             means="a lab in the kernel is not tested with it and may not answer while a cell waits",
             remedy=f"{python} -m pip install -U 'ipykernel>={least}'",
         )
-
-
-def _read_python(file: Path) -> str | None:
-    """Return the program that a kernel specification starts, or ``None`` if the file is not valid.
-
-    A bare ``python`` is the Python of the Jupyter server, which is assumed to be this one.
-    """
-    try:
-        command = str(json.loads(file.read_bytes())["argv"][0])
-    except (OSError, ValueError, TypeError, KeyError, IndexError):
-        return None
-    return command if os.path.isabs(command) else sys.executable
 
 
 def _query_python(python: str) -> dict[str, Any] | None:
@@ -175,7 +171,14 @@ def check_proxy(_: Settings, *, answer_s: float = 3.0) -> Iterator[Finding]:
         answer_s: Time within which a server has to answer.
     """
     is_installed = importlib.util.find_spec("jupyter_server_proxy") is not None
-    servers = _list_servers()
+    servers = []
+    for file in () if paths is None else sorted(Path(paths.jupyter_runtime_dir()).glob("jpserver-*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            record = json.loads(file.read_bytes())
+            server = JupyterServer(pid=int(record["pid"]), url=str(record["url"]), token=str(record.get("token") or ""))
+            # Servers that were killed leave their files.
+            if psutil.pid_exists(server.pid):
+                servers.append(server)
     for server in servers:
         name = f"the Jupyter server at {server.url} (process {server.pid})"
         status = _get_status(f"{server.url}server-proxy/servers-info", server.token, answer_s)
@@ -210,22 +213,6 @@ def check_proxy(_: Settings, *, answer_s: float = 3.0) -> Iterator[Finding]:
             means=WITHOUT_PROXY,
             remedy=f"{sys.executable} -m pip install jupyter-server-proxy",
         )
-
-
-def _list_servers() -> list[JupyterServer]:
-    if paths is None:
-        return []
-    servers = []
-    for file in sorted(Path(paths.jupyter_runtime_dir()).glob("jpserver-*.json")):
-        try:
-            record = json.loads(file.read_bytes())
-            server = JupyterServer(pid=int(record["pid"]), url=str(record["url"]), token=str(record.get("token") or ""))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-        # Servers that were killed leave their files.
-        if psutil.pid_exists(server.pid):
-            servers.append(server)
-    return servers
 
 
 def _get_status(url: str, token: str, answer_s: float) -> int | None:

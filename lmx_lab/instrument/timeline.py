@@ -179,8 +179,34 @@ class Timeline(Displayed, Sequence[RequestTimeline]):
         for number, change in enumerate(self.models, len(self) + 1):
             events.append(_metadata("thread_name", number, f"{change.kind} {change.model}"))
             events += _span_events(change.spans(), number, change.at - first)
-        events += _counters(self._requests, first)
-        events += _cache_sizes(self._requests, first)
+        # The numbers of requests in each phase, at each change.
+        changes: list[tuple[int, str, int]] = []
+        for each in self._requests:
+            for span in each.spans():
+                if span.depth == 1:
+                    start = round((each.at - first + span.start_s) * 1e6)
+                    end = round((each.at - first + span.start_s + span.duration_s) * 1e6)
+                    changes += [(start, span.name, 1), (end, span.name, -1)]
+        counts = {"queued": 0, "prefill": 0, "decode": 0}
+        for at, name, step in sorted(changes):
+            counts[name] += step
+            events.append({"name": "requests", "ph": "C", "pid": PROCESS, "tid": 0, "ts": at, "args": dict(counts)})
+        # The size of the KV caches of all running requests, at each change.
+        sizes = sorted(
+            (round((each.at - first + step.end_s) * 1e6), step.kv_bytes)
+            for each in self._requests
+            for step in each.steps
+            if step.kv_bytes
+        )
+        if sizes and all(each.outcome != "running" for each in self._requests):
+            last_end = max(round((each.at - first + each.total_s) * 1e6) for each in self._requests)
+            sizes.append((max(last_end, sizes[-1][0]), 0))
+        before = 0
+        for at, size in sizes:
+            if size != before:
+                before = size
+                args = {"bytes": size}
+                events.append({"name": "KV caches", "ph": "C", "pid": PROCESS, "tid": 0, "ts": at, "args": args})
         began = datetime.fromtimestamp(first, UTC).isoformat()
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began": began}}
 
@@ -293,39 +319,3 @@ def _span_events(spans: Sequence[Span], thread: int, offset_s: float) -> Iterato
         arguments = {"tokens": span.tokens, "step": span.step, "requests": span.requests, "kv_bytes": span.kv_bytes}
         arguments = {name: value for name, value in arguments.items() if value}
         yield {**common, "name": span.name, "ph": "X", "ts": start, "dur": end - start, "args": arguments}
-
-
-def _counters(requests: Sequence[RequestTimeline], first: float) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of requests in each phase, at each change."""
-    changes: list[tuple[int, str, int]] = []
-    for each in requests:
-        for span in each.spans():
-            if span.depth == 1:
-                start = each.at - first + span.start_s
-                changes += [(round(start * 1e6), span.name, 1), (round((start + span.duration_s) * 1e6), span.name, -1)]
-    counts = {"queued": 0, "prefill": 0, "decode": 0}
-    for at, name, change in sorted(changes):
-        counts[name] += change
-        yield {"name": "requests", "ph": "C", "pid": PROCESS, "tid": 0, "ts": at, "args": dict(counts)}
-
-
-def _cache_sizes(requests: Sequence[RequestTimeline], first: float) -> Iterator[dict[str, Any]]:
-    """Yield the size of the KV caches of all running requests, at each change."""
-    sizes = sorted(
-        (round((each.at - first + step.end_s) * 1e6), step.kv_bytes)
-        for each in requests
-        for step in each.steps
-        if step.kv_bytes
-    )
-    before = 0
-    for at, size in sizes:
-        if size != before:
-            before = size
-            yield _cache_size(at, size)
-    if sizes and all(each.outcome != "running" for each in requests):
-        last_end = max(round((each.at - first + each.total_s) * 1e6) for each in requests)
-        yield _cache_size(max(last_end, sizes[-1][0]), 0)
-
-
-def _cache_size(at: int, size: int) -> dict[str, Any]:
-    return {"name": "KV caches", "ph": "C", "pid": PROCESS, "tid": 0, "ts": at, "args": {"bytes": size}}

@@ -405,17 +405,13 @@ def _line_parser() -> _Parser:
     return parser
 
 
-def _cell_parser() -> _Parser:
-    parser = _Parser(prog="%%lmx")
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--system")
-    parser.add_argument("--raw", action="store_true", default=None)
-    parser.add_argument("--map", metavar="FRAME")
-    parser.add_argument("--column")
-    parser.add_argument("--into")
-    parser.add_argument("--cache")
-    return parser
-
-
-LINE, CELL = _line_parser(), _cell_parser()
+LINE = _line_parser()
+CELL = _Parser(prog="%%lmx")
+CELL.add_argument("--max-tokens", type=int)
+CELL.add_argument("--temperature", type=float)
+CELL.add_argument("--system")
+CELL.add_argument("--raw", action="store_true", default=None)
+CELL.add_argument("--map", metavar="FRAME")
+CELL.add_argument("--column")
+CELL.add_argument("--into")
+CELL.add_argument("--cache")

@@ -479,12 +479,9 @@ class RemoteServer:
         thread = _open_thread(self._thread, self._end)
         if not self._version:
             thread.start()
-            self._version = await on_loop(self.portal, self._greet())
-
-    async def _greet(self) -> str:
-        version = await self._client.version()
-        await self._client.models()
-        return version
+            version = await on_loop(self.portal, self._client.version())
+            await on_loop(self.portal, self._client.models())
+            self._version = version
 
     async def stop(self) -> None:
         """Close the connection, which ends this lab's requests. Idempotent."""

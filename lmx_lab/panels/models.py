@@ -485,8 +485,16 @@ class ModelsPanel(Panel):
         rows, questions = [], {}
         for item in use.items:
             sizes[item.what] = sizes.get(item.what, 0) + item.size_bytes
-            question = "" if item.remedy else _question(item, in_memory=item.name in loaded)
-            if question:
+            question = ""
+            if not item.remedy:
+                # The question before a deletion names the files and their size.
+                count = len(item.files)
+                names = [f"{name} ({format_bytes(size)})" for name, size in item.files[:NAMED_FILES]]
+                files = f"{count} file{'' if count == 1 else 's'}: {', '.join(names)}"
+                files += f" and {count - NAMED_FILES} more" if count > NAMED_FILES else ""
+                question = f"Delete {item.name}, {format_bytes(item.size_bytes)} at {item.path}? {files}."
+                if item.name in loaded:
+                    question += " It is in memory, and can be used until it is unloaded."
                 questions[question] = item
             cells = [item.what, format_bytes(item.size_bytes), str(item.path)]
             rows.append({"id": item.name, "cells": cells, "remedy": item.remedy, "question": question})
@@ -541,17 +549,6 @@ def _duration(seconds: float) -> str:
     if seconds < 60 or seconds % 60:
         return f"{seconds:g} s"
     return f"{seconds / 60:.0f} min" if seconds < 3600 or seconds % 3600 else f"{seconds / 3600:.0f} h"
-
-
-def _question(item: Stored, *, in_memory: bool) -> str:
-    """Return the question before a deletion, which names the files and their size."""
-    count = len(item.files)
-    names = [f"{name} ({format_bytes(size)})" for name, size in item.files[:NAMED_FILES]]
-    files = f"{count} file{'' if count == 1 else 's'}: {', '.join(names)}"
-    if count > NAMED_FILES:
-        files += f" and {count - NAMED_FILES} more"
-    question = f"Delete {item.name}, {format_bytes(item.size_bytes)} at {item.path}? {files}."
-    return f"{question} It is in memory, and can be used until it is unloaded." if in_memory else question
 
 
 def _log_failure(scan: asyncio.Task[None]) -> None:

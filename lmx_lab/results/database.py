@@ -129,7 +129,16 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[str], *, applic
         version = schema_version(connection, application, len(migrations))
         file = connection.execute("PRAGMA database_list").fetchone()[2]
         if 0 < version < len(migrations) and file:
-            _copy(Path(file), Path(f"{file}.version-{version}"))
+            # A copy of the committed content, which only its owner can read.
+            copy, unfinished = Path(f"{file}.version-{version}"), Path(f"{file}.version-{version}.new")
+            unfinished.unlink(missing_ok=True)
+            os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, 0o600))
+            with (
+                contextlib.closing(sqlite3.connect(f"{Path(file).as_uri()}?mode=ro", uri=True)) as source,
+                contextlib.closing(sqlite3.connect(unfinished)) as target,
+            ):
+                source.backup(target)
+            unfinished.replace(copy)
         for script in migrations[version:]:
             for statement in filter(str.strip, script.split(";")):
                 connection.execute(statement)
@@ -140,16 +149,3 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[str], *, applic
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
-
-
-def _copy(path: Path, copy: Path) -> None:
-    """Copy the committed content of a database to a file that only its owner can read."""
-    unfinished = copy.with_name(f"{copy.name}.new")
-    unfinished.unlink(missing_ok=True)
-    os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, 0o600))
-    with (
-        contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as source,
-        contextlib.closing(sqlite3.connect(unfinished)) as target,
-    ):
-        source.backup(target)
-    unfinished.replace(copy)

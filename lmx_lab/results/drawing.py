@@ -26,7 +26,6 @@ with optional_imports("a plot"):
     from matplotlib.patches import Rectangle
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.text import Text
 
 WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans JP", "Hiragino Sans", "PingFang SC", "Yu Gothic", "Microsoft YaHei")
@@ -96,53 +95,47 @@ def figure_of(svg: str) -> NotebookFigure:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set(xlim=(0, width), ylim=(height, 0))
+    font_px = float(root.get("font-size", "12"))
     with fonts():
         for element in root.iter():
-            _draw_element(axes, element, font_px=float(root.get("font-size", "12")))
+            match element.tag.rpartition("}")[2]:
+                case "rect":
+                    x, y, wide, high = (float(element.get(name, "0")) for name in ("x", "y", "width", "height"))
+                    axes.add_patch(Rectangle((x, y), wide, high, facecolor=element.get("fill", "#000"), linewidth=0))
+                case "text":
+                    x, y = float(element.get("x", "0")), float(element.get("y", "0"))
+                    align: dict[str, Any] = {"start": "left", "middle": "center", "end": "right"}
+                    turned = "rotate" in element.get("transform", "")
+                    axes.text(
+                        x,
+                        y,
+                        element.text or "",
+                        fontsize=font_px * 72 / PIXELS_PER_INCH,
+                        fontweight=int(element.get("font-weight", "400")),
+                        color=element.get("fill", "#000"),
+                        horizontalalignment=align[element.get("text-anchor", "start")],
+                        verticalalignment="baseline",
+                        rotation=90 if turned else 0,
+                        rotation_mode="anchor",
+                        # Two dollar signs would be a formula.
+                        parse_math=False,
+                    )
+                case "path":
+                    # NaN separates the parts of a path.
+                    steps = re.findall(r"([ML])([-\d.]+) ([-\d.]+)", element.get("d", ""))
+                    parts = [([math.nan] * (command == "M") + [float(x)], float(y)) for command, x, y in steps]
+                    dashes = [float(length) for length in element.get("stroke-dasharray", "").split()]
+                    stroke = float(element.get("stroke-width", "1"))
+                    is_round = element.get("stroke-linecap") == "round" and not dashes
+                    axes.plot(
+                        [x for xs, _ in parts for x in xs],
+                        [y for xs, y in parts for _ in xs],
+                        color=element.get("stroke", "#000"),
+                        linewidth=stroke * 72 / PIXELS_PER_INCH,
+                        linestyle=(0, [length / stroke for length in dashes]) if dashes else "-",
+                        # matplotlib does not draw lines of length 0, which are dots.
+                        marker="o" if is_round else "",
+                        markersize=stroke * 72 / PIXELS_PER_INCH,
+                        markeredgewidth=0,
+                    )
     return figure
-
-
-def _draw_element(axes: Axes, element: ElementTree.Element, *, font_px: float) -> None:
-    def numbers(*names: str) -> list[float]:
-        return [float(element.get(name, "0")) for name in names]
-
-    match element.tag.rpartition("}")[2]:
-        case "rect":
-            x, y, width, height = numbers("x", "y", "width", "height")
-            axes.add_patch(Rectangle((x, y), width, height, facecolor=element.get("fill", "#000"), linewidth=0))
-        case "text":
-            x, y = numbers("x", "y")
-            align: dict[str, Any] = {"start": "left", "middle": "center", "end": "right"}
-            turned = "rotate" in element.get("transform", "")
-            axes.text(
-                x,
-                y,
-                element.text or "",
-                fontsize=font_px * 72 / PIXELS_PER_INCH,
-                fontweight=int(element.get("font-weight", "400")),
-                color=element.get("fill", "#000"),
-                horizontalalignment=align[element.get("text-anchor", "start")],
-                verticalalignment="baseline",
-                rotation=90 if turned else 0,
-                rotation_mode="anchor",
-                # Two dollar signs would be a formula.
-                parse_math=False,
-            )
-        case "path":
-            # NaN separates the parts of a path.
-            steps = re.findall(r"([ML])([-\d.]+) ([-\d.]+)", element.get("d", ""))
-            parts = [([math.nan] * (command == "M") + [float(x)], float(y)) for command, x, y in steps]
-            dashes = [float(length) for length in element.get("stroke-dasharray", "").split()]
-            stroke = float(element.get("stroke-width", "1"))
-            is_round = element.get("stroke-linecap") == "round" and not dashes
-            axes.plot(
-                [x for xs, _ in parts for x in xs],
-                [y for xs, y in parts for _ in xs],
-                color=element.get("stroke", "#000"),
-                linewidth=stroke * 72 / PIXELS_PER_INCH,
-                linestyle=(0, [length / stroke for length in dashes]) if dashes else "-",
-                # matplotlib does not draw lines of length 0, which are dots.
-                marker="o" if is_round else "",
-                markersize=stroke * 72 / PIXELS_PER_INCH,
-                markeredgewidth=0,
-            )

@@ -85,11 +85,16 @@ def _busy_share() -> float:
 
 def machine() -> dict[str, Any]:
     """Return the properties of this machine that affect its speed."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    except OSError:
+        cpu = _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or None
     return {
         "system": platform.system(),
         "kernel": platform.release(),
         "architecture": platform.machine(),
-        "cpu": _cpu(),
+        "cpu": cpu,
         "cores": psutil.cpu_count(logical=False),
         "threads": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -105,15 +110,6 @@ def checkout(folder: Path = FOLDER) -> dict[str, Any]:
     commit = _output("git", "rev-parse", "HEAD", folder=folder) if is_ours else None
     status = None if commit is None else bool(_output("git", "status", "--porcelain", "--", ".", folder=folder))
     return {"commit": commit, "dirty": status}
-
-
-def _cpu() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or None
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, None)
 
 
 def _output(*command: str, folder: Path = FOLDER) -> str | None:

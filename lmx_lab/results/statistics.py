@@ -249,20 +249,15 @@ def student(level: float, freedom: int) -> float:
     low, high = 0.0, math.pi / 2
     # 60 steps are enough for the precision of a float.
     for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _share_within(middle, freedom) < level else (low, middle)
+        middle, odd = (low + high) / 2, freedom % 2
+        term = total = math.cos(middle) if odd else 1.0
+        for power in range(2 + odd, freedom - 1, 2):
+            term *= (power - 1) / power * math.cos(middle) ** 2
+            total += term
+        within = math.sin(middle) * total
+        share = 2 / math.pi * (middle + within) if odd else within
+        low, high = (middle, high) if share < level else (low, middle)
     return math.sqrt(freedom) * math.tan(high)
-
-
-def _share_within(angle: float, freedom: int) -> float:
-    """Return the probability that Student's t is within the t of this angle."""
-    odd = freedom % 2
-    term = total = math.cos(angle) if odd else 1.0
-    for power in range(2 + odd, freedom - 1, 2):
-        term *= (power - 1) / power * math.cos(angle) ** 2
-        total += term
-    within = math.sin(angle) * total
-    return 2 / math.pi * (angle + within) if odd else within
 
 
 def _floats(values: Iterable[float | None]) -> Floats:

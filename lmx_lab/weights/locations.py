@@ -178,23 +178,19 @@ def program_folders() -> list[tuple[Source, Path]]:
     # The second folder is that of the service that Ollama's installer sets up on Linux.
     ollama_folders = [Path(ollama)] if ollama else [home / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]
     cache = home / "Library/Caches" if sys.platform == "darwin" else os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return [
-        *(("ollama", folder) for folder in ollama_folders),
-        ("lm-studio", _lm_studio_folder(home)),
-        ("llama.cpp", Path(os.environ.get("LLAMA_CACHE") or Path(cache, "llama.cpp"))),
-    ]
-
-
-def _lm_studio_folder(home: Path) -> Path:
-    """Return the folder that LM Studio's settings name, or its default."""
-    pointer = home / ".lmstudio-home-pointer"
+    # The folder that LM Studio's settings name, or its default.
     try:
-        with open_regular(pointer) as file:
+        with open_regular(home / ".lmstudio-home-pointer") as file:
             studio = Path(file.read(MIB).decode().strip())
     except (OSError, UnicodeDecodeError, UnusableModelError):
         studio = home / ".lmstudio"
     chosen = _read_program_json(studio / "settings.json").get("downloadsFolder")
-    return Path(chosen) if isinstance(chosen, str) and os.path.isabs(chosen) else studio / "models"
+    is_path = isinstance(chosen, str) and os.path.isabs(chosen)
+    return [
+        *(("ollama", folder) for folder in ollama_folders),
+        ("lm-studio", Path(str(chosen)) if is_path else studio / "models"),
+        ("llama.cpp", Path(os.environ.get("LLAMA_CACHE") or Path(cache, "llama.cpp"))),
+    ]
 
 
 def ollama_locations(folder: Path) -> Iterator[ModelLocation]:

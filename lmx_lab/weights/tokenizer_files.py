@@ -130,9 +130,6 @@ def can_infill(entry: ModelEntry) -> bool:
         content = read_regular(entry.path / "tokenizer.json")
     except (OSError, UnusableModelError):
         return False
-    # Parsing a file of 10 MB would take a hundred times as long.
-    return any(all(_has_text(content, name) for name in names) for names in NAMES)
-
-
-def _has_text(content: bytes, text: str) -> bool:
-    return any(json.dumps(text, ensure_ascii=ascii_only).encode() in content for ascii_only in (False, True))
+    # Parsing a file of 10 MB would take a hundred times as long. JSON may contain a character or its escape sequence.
+    forms = ([(json.dumps(name), json.dumps(name, ensure_ascii=False)) for name in names] for names in NAMES)
+    return any(all(any(form.encode() in content for form in pair) for pair in pairs) for pairs in forms)

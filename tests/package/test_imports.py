@@ -60,8 +60,8 @@ def test_an_import_loads_no_package_that_it_does_not_need(statement, absent):
 def test_usual_options_are_parsed_without_pydantic():
     # The module that the command imports to run the server.
     server = (
-        "import types; sys.modules['lmx_lab.cli.server'] = types.SimpleNamespace(run_server=lambda settings, spec, "
-        "**options: print(spec.model, settings.port, file=sys.stderr))"
+        "import asyncio, types; sys.modules['lmx_lab.cli.server'] = types.SimpleNamespace(run_server=lambda settings, "
+        "spec, **options: asyncio.sleep(0, print(spec.model, settings.port, file=sys.stderr)))"
     )
     # Standard output is that of the list of modules.
     loaded = modules_loaded_by(
