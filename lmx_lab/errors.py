@@ -371,8 +371,8 @@ OTHER_NAMES = {
 
 
 def first_names(names: Sequence[str], most: int) -> str:
-    """Return at most ``most`` names as a text, which ends with an ellipsis if there are more."""
-    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
+    """Return at most ``most`` names as a text, which ends with the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

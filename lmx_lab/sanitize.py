@@ -27,9 +27,21 @@ def escape_text(text: str) -> str:
     return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def shorten(text: str, limit: int) -> str:
+    """Return a text of at most ``limit`` characters. An ellipsis stands for the rest of a longer one."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def clip(text: str, limit: int) -> str:
     """Return at most ``limit`` characters of a text, in which unsafe characters are then escaped."""
-    return escape_text(text[: limit - 1] + "…" if len(text) > limit else text)
+    return escape_text(shorten(text, limit))
+
+
+def single_line(text: str, most: int = 100) -> str:
+    """Return the start of a text as one line of at most ``most`` characters, in which unsafe ones are then escaped."""
+    start = text[: 4 * most]
+    words = " ".join(start.split())
+    return clip(words if start == text else f"{words}…", most)
 
 
 def replace_surrogates(text: str) -> str:

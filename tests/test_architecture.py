@@ -68,7 +68,8 @@ TABLE = {
     ),
     # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
     "client": Row(
-        "errors values settings broadcast blocking portal results wire", "httpx2 h11 pydantic pydantic_core numpy"
+        "errors values settings broadcast blocking portal results sanitize wire",
+        "httpx2 h11 pydantic pydantic_core numpy",
     ),
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.
     "daemon": Row(
@@ -82,12 +83,15 @@ TABLE = {
     # weights: the hashes of a model's files in the provenance of records.
     # numpy: activations and vectors. pydantic: errors of the fields of a trace.
     "instrument": Row(
-        "errors extras values progress blocking results weights wire backend arguments", "numpy pandas pydantic"
+        "errors extras values progress blocking results sanitize weights wire backend arguments",
+        "numpy pandas pydantic",
     ),
     # pydantic: schemas of typed columns.
     "batch": Row("errors extras values progress blocking results wire backend arguments", "numpy pandas pydantic"),
     # pydantic: errors of a prompt. matplotlib: the type of axes.
-    "evals": Row("errors extras blocking results wire values backend instrument batch", "pandas pydantic matplotlib"),
+    "evals": Row(
+        "errors extras blocking results sanitize wire values backend instrument batch", "pandas pydantic matplotlib"
+    ),
     # client: the classes of the daemon's events. urls: which frontend shows the panels.
     # instrument: the lens panel shows its values and takes branches, and the timeline panel explains requests.
     # IPython: a panel has a static output for notebooks without a kernel. minify: only to build the widgets' code.

@@ -3,7 +3,14 @@ import sys
 
 import pytest
 
-from lmx_lab.sanitize import LastResortHandler, LogFormatter, RecentLinesHandler, escape_text, replace_surrogates
+from lmx_lab.sanitize import (
+    LastResortHandler,
+    LogFormatter,
+    RecentLinesHandler,
+    escape_text,
+    replace_surrogates,
+    single_line,
+)
 
 ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b1m\u202eright-to-left\u2066\r\b"
 """Colours, a window title, a C1 control, bidirectional overrides, a carriage return and a backspace."""
@@ -78,3 +85,9 @@ def test_only_the_most_recent_log_lines_are_kept_in_memory():
     assert len(handler.lines) == 2
     assert handler.lines[0].endswith(" INFO second")
     assert len(handler.lines[1]) == 4000
+
+
+def test_a_text_is_shortened_to_one_line():
+    assert single_line("a\n b" + "c" * 200, most=10) == "a bcccccc…"
+    assert single_line("a\x1b[2J " + " " * 100 + "b", most=10) == "a\\x1b[2J…"
+    assert single_line(" a\tb\n", most=10) == "a b"

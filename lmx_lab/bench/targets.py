@@ -26,6 +26,7 @@ from lmx_lab.errors import (
     NotLoadedError,
     UnauthorizedError,
     UnclearModelError,
+    first_names,
 )
 from lmx_lab.values.models import EngineChoice, LoadSpec
 
@@ -134,7 +135,7 @@ class ChatTarget:
                 raise ModelNotFoundError(f"{self.url} lists no models; give the name of a model with model=")
             # Some servers list all models that they could load, so the first of several is not used by default.
             if len(names) > 1:
-                listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+                listed = first_names(names, 5)
                 raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); choose one with model=")
             self._model = names[0]
         found = TargetFacts(model=self._model)

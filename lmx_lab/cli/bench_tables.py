@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lmx_lab.bench.summaries import CASE, MEASURED, METRICS, TOTAL, compare, counts_pieces, summary, token_counts_differ
-from lmx_lab.cli.terminal import err, out, print_line, print_note, single_line
+from lmx_lab.cli.terminal import err, out, print_line, print_note
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.sanitize import single_line
 
 if TYPE_CHECKING:
     import pandas as pd

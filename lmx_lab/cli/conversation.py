@@ -18,11 +18,10 @@ from lmx_lab.cli.terminal import (
     print_error,
     print_note,
     read_line,
-    single_line,
 )
 from lmx_lab.client import Session
 from lmx_lab.errors import LabError, NotLoadedError
-from lmx_lab.sanitize import escape_text
+from lmx_lab.sanitize import escape_text, single_line
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
 from lmx_lab.wire.events import (

@@ -7,8 +7,9 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 
-from lmx_lab.cli.terminal import print_note, single_line
+from lmx_lab.cli.terminal import print_note
 from lmx_lab.client import DaemonClient
+from lmx_lab.sanitize import single_line
 from lmx_lab.wire.events import Envelope, EventPage, ResetFrame, SnapshotFrame, daemon_event
 
 PIECES = ("turn.token", "turn.thinking")

@@ -18,9 +18,10 @@ import lmx_lab
 from lmx_lab.cli import FAILED
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.options import Command, epilog
-from lmx_lab.cli.terminal import out, print_line, print_note, single_line
+from lmx_lab.cli.terminal import out, print_line, print_note
 from lmx_lab.errors import LabError, UnreachableError
 from lmx_lab.extras import install_command
+from lmx_lab.sanitize import single_line
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
 from lmx_lab.values.models import EngineChoice, LoadOptions, TimeToLive

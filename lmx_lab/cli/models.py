@@ -16,8 +16,9 @@ from rich.text import Text
 
 from lmx_lab.cli.completion import complete_model, complete_pull
 from lmx_lab.cli.options import Command, epilog, settings_with_folders, with_load_options
-from lmx_lab.cli.terminal import is_interactive, out, print_line, print_note, read_line, single_line
+from lmx_lab.cli.terminal import is_interactive, out, print_line, print_note, read_line
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.sanitize import single_line
 from lmx_lab.values.models import ECHO, LoadSpec, QuantizedType, by_model
 
 app = typer.Typer()

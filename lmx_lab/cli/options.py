@@ -19,8 +19,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from lmx_lab.cli.completion import complete_model
-from lmx_lab.cli.terminal import print_note, single_line
+from lmx_lab.cli.terminal import print_note
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.sanitize import single_line
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineChoice, KvCacheDtype
 

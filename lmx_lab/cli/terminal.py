@@ -34,12 +34,6 @@ def print_error(exc: LabError) -> None:
     err.print(Text.assemble((escape_text(exc.code), "bold red"), f": {escape_text(exc.message)}"), highlight=False)
 
 
-def single_line(text: str, most: int = 100) -> str:
-    """Return the start of a text as one line of at most ``most`` characters."""
-    words = " ".join(text.split())
-    return escape_text(words if len(words) <= most else words[: most - 1] + "…")
-
-
 def is_interactive() -> bool:
     """Whether standard input is a terminal, so that a user can answer questions."""
     return sys.stdin is not None and sys.stdin.isatty()

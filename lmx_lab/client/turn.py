@@ -31,6 +31,7 @@ from lmx_lab.errors import (
     WrongServerError,
 )
 from lmx_lab.results.pages import Displayed
+from lmx_lab.sanitize import shorten
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.events import (
     DaemonEvent,
@@ -432,7 +433,7 @@ class TurnToolCall:
 
     def __repr__(self) -> str:
         arguments = "invalid arguments" if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
-        text = self.text if len(self.text) <= 500 else f"{self.text[:500]}…"
+        text = shorten(self.text, 500)
         return f"→ {self.name}({arguments}) {self.status} in {self.elapsed_s:.2f} s: {text}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from lmx_lab.doctor import Finding
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
+from lmx_lab.weights.files import start_in_thread
 from lmx_lab.weights.hub_download import endpoint
 
 TRUE_VALUES = ("1", "true", "yes", "on")
@@ -74,12 +74,12 @@ def _not_contacted(variable: str, value: str, means: str) -> Finding:
 
 def find_connection_problem(url: str, timeout_s: float) -> str | None:
     """Return why a server does not answer in time, or ``None`` if it does. Uses the proxies of the environment."""
-    problems: list[str | None] = []
     # A name lookup can take a minute and cannot be cancelled, so a thread that may outlive this call makes the request.
-    thread = threading.Thread(target=lambda: problems.append(_request(url, timeout_s)), daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return problems[0] if problems else f"no answer within {timeout_s:g} s"
+    problem = start_in_thread(lambda: _request(url, timeout_s), name="lmx-lab-doctor-hub")
+    try:
+        return problem.result(timeout_s)
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
 
 
 def _request(url: str, timeout_s: float) -> str | None:

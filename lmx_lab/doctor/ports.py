@@ -16,6 +16,7 @@ import psutil
 from lmx_lab.doctor import Finding
 from lmx_lab.errors import PortTakenError
 from lmx_lab.http.uvicorn_server import PORTS_TRIED, bind
+from lmx_lab.sanitize import single_line
 from lmx_lab.settings import PREFIX, Settings
 from lmx_lab.urls import LOOPBACK_FOR, local_url
 
@@ -42,8 +43,7 @@ class Listener:
             command = shlex.join(psutil.Process(self.pid).cmdline())
         except psutil.Error:
             return f"process {self.pid}"
-        short = command if len(command) <= COMMAND_CHARACTERS else command[: COMMAND_CHARACTERS - 1] + "…"
-        return f"process {self.pid}: {''.join(char if char.isprintable() else '?' for char in short)}"
+        return f"process {self.pid}: {single_line(command, COMMAND_CHARACTERS)}"
 
 
 def list_listeners() -> list[Listener]:

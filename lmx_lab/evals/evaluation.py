@@ -23,6 +23,7 @@ from lmx_lab.results.frames import Dtype, dtypes_of, make_table
 from lmx_lab.results.pages import Displayed
 from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.results.tables import html_table
+from lmx_lab.sanitize import shorten
 from lmx_lab.values.integers import integer
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
@@ -408,5 +409,4 @@ class Evaluation(Displayed):
 def _cell(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
         value = "\n".join(str(message.get("content")) for message in value)
-    text = "" if value is None else str(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    return "" if value is None else shorten(str(value), SHOWN_CHARACTERS)

@@ -25,6 +25,7 @@ from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.traces import ActivationCache, activation_fields, compute_trace
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, Formats
+from lmx_lab.sanitize import shorten
 from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Continuation
@@ -556,7 +557,7 @@ def _line(branch: Branch) -> str:
 
 
 def _short(text: str) -> str:
-    return repr(text) if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]!r}…"
+    return repr(shorten(text, SHOWN_CHARACTERS))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import PAGE_CSS, Displayed, page
 from lmx_lab.results.tables import align_columns, html_table
+from lmx_lab.sanitize import shorten
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.steering import recorded_steering
 
@@ -176,8 +177,7 @@ class TokenLens(TokenTable):
         )
 
     def __repr__(self) -> str:
-        text = "".join(token.text for token in self)
-        short = text if len(text) <= 60 else f"{text[:60]}…"
+        short = shorten("".join(token.text for token in self), 60)
         return f"<TokenLens of {len(self)} tokens, log-probability {self.logprob:.3f}: {short!r}; .df has all values>"
 
     def _repr_html_(self) -> str:

@@ -23,6 +23,7 @@ from lmx_lab.instrument.timeline import Timeline, timeline_of_record
 from lmx_lab.results.frames import Dtype, make_table
 from lmx_lab.results.pages import Displayed
 from lmx_lab.results.tables import align_columns, html_table
+from lmx_lab.sanitize import shorten
 from lmx_lab.values.recording import Provenance, Record
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class RequestList(Displayed, Sequence[RecordedRequest]):
         for row in rows:
             cells = {name: "" if row[name] is None else str(row[name]) for name in SHOWN}
             cells["at"] = datetime.fromtimestamp(row["at"], UTC).astimezone().strftime("%H:%M:%S")
-            cells["text"] = repr(row["text"][:60]) + "…" * (len(row["text"]) > 60)
+            cells["text"] = repr(shorten(row["text"], 60))
             shown.append(tuple(cells.values()))
         return shown
 

@@ -15,6 +15,7 @@ from lmx_lab.errors import MissingPackageError
 from lmx_lab.results.frames import dtypes_of, make_table
 from lmx_lab.results.pages import Displayed
 from lmx_lab.results.tables import RecordList, align_columns, html_table
+from lmx_lab.sanitize import single_line
 from lmx_lab.values.outputs import EncodeReport, InputType, RerankMethod, Vectors
 from lmx_lab.wire.admin import ModelRecord, ModelRecords, RunningRequest
 
@@ -92,20 +93,11 @@ class RerankResult(Displayed, list[RankedDocument]):
 
     def _footer(self) -> str:
         more = f"{len(self) - SHOWN_ROWS} more · " if len(self) > SHOWN_ROWS else ""
-        return f"{more}{_line(self.model, LINE_CHARACTERS)} · {self.method}"
+        return f"{more}{single_line(self.model, LINE_CHARACTERS)} · {self.method}"
 
 
 def _cells(row: RankedDocument, characters: int) -> tuple[str, ...]:
-    return str(row.rank), f"{row.score:.4f}", str(row.index), _line(row.document, characters)
-
-
-def _line(text: str, characters: int) -> str:
-    """Shorten a text to one line. Characters that are not printable are replaced, because they could move a terminal's
-    cursor or reverse the text."""
-    start = "".join(char if char.isprintable() else " " for char in text[: 4 * characters])
-    words = " ".join(start.split())
-    cut = len(words) > characters or len(text) > 4 * characters
-    return f"{words[: characters - 1]}…" if cut else words
+    return str(row.rank), f"{row.score:.4f}", str(row.index), single_line(row.document, characters)
 
 
 SHOWN_FIELDS = (

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, first_names
 from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, format_context, model_row
 from lmx_lab.panels.workbench import Workbench
@@ -489,9 +489,8 @@ class ModelsPanel(Panel):
             if not item.remedy:
                 # The question before a deletion names the files and their size.
                 count = len(item.files)
-                names = [f"{name} ({format_bytes(size)})" for name, size in item.files[:NAMED_FILES]]
-                files = f"{count} file{'' if count == 1 else 's'}: {', '.join(names)}"
-                files += f" and {count - NAMED_FILES} more" if count > NAMED_FILES else ""
+                names = [f"{name} ({format_bytes(size)})" for name, size in item.files]
+                files = f"{count} file{'' if count == 1 else 's'}: {first_names(names, NAMED_FILES)}"
                 question = f"Delete {item.name}, {format_bytes(item.size_bytes)} at {item.path}? {files}."
                 if item.name in loaded:
                     question += " It is in memory, and can be used until it is unloaded."

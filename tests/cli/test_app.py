@@ -16,7 +16,6 @@ from lmx_lab.cli import app as application
 from lmx_lab.cli.app import run
 from lmx_lab.cli.event_printer import as_line_of_json
 from lmx_lab.cli.serve import Serve
-from lmx_lab.cli.terminal import single_line
 from lmx_lab.errors import LabError
 from lmx_lab.wire.events import Envelope
 from tests.support.commands import CLOSED, SIGNALS, WAIT_S, environment, run_command, signal_at
@@ -276,10 +275,6 @@ def test_control_characters_in_an_error_are_escaped(monkeypatch, capsys):
     monkeypatch.setattr(application, "app", fail)
     assert run() == 1
     assert "gone\\x1b[2J" in capsys.readouterr().err
-
-
-def test_a_text_is_shortened_to_one_line():
-    assert single_line("a\n b" + "c" * 200, most=10) == "a bcccccc…"
 
 
 def state():

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any
 
 from lmx_lab.daemon.turns.prompt import EXCERPT_CHARACTERS, LISTED_TOOLS, parse_arguments
-from lmx_lab.errors import LabError, TurnError
+from lmx_lab.errors import LabError, TurnError, first_names
 from lmx_lab.wire.sessions import StopReason, ToolCall, ToolStatus
 
 
@@ -243,8 +243,7 @@ class TurnMachine:
         if needs_permission is None:
             names, others = sorted(tools), "there are no others; answer without tools"
             if names:
-                more = f" and {len(names) - LISTED_TOOLS} more" if len(names) > LISTED_TOOLS else ""
-                others = f"the tools are {', '.join(names[:LISTED_TOOLS])}{more}"
+                others = f"the tools are {first_names(names, LISTED_TOOLS)}"
             separator = ";" if names else ", and"
             text = f"the tool {call.name[:EXCERPT_CHARACTERS]!r} does not exist{separator} {others}"
             return [EndToolCall(call=call, status="error", text=text)]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, first_names
 from lmx_lab.sanitize import replace_surrogates
 from lmx_lab.values.outputs import ToolCallDelta
 from lmx_lab.wire.base import new_id
@@ -53,7 +53,7 @@ def chat_request(
     if choice is not None and not is_mode and choice not in names:
         available, remedy = "this turn has no tools", "omit it"
         if names:
-            available = f"the tools of this turn are {', '.join(names[:LISTED_TOOLS])}"
+            available = f"the tools of this turn are {first_names(names, LISTED_TOOLS)}"
             remedy = "use one of them, or omit it"
         reason = f"{absence}; {available}" if absence else available
         raise InvalidRequestError(
