@@ -157,10 +157,10 @@ def models(
             entry, *_ = ordered = by_preference(formats, preferred)
             size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
             engine = engine_for(entry.format).name
-            shown = ",".join(dict.fromkeys(each.format for each in ordered))
+            names = ",".join(dict.fromkeys(each.format for each in ordered))
             copy = entry.copy
             quantization = entry.quantization or "" if copy is None else copy.title
-            cells = (entry.id, entry.kind, shown, engine, quantization, size, context, entry.source)
+            cells = (entry.id, entry.kind, names, engine, quantization, size, context, entry.source)
             # Some of the values are read from files of the model.
             table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
         _print_wide(table)

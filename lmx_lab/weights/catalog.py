@@ -158,8 +158,8 @@ class Catalog:
         if starter is not None:
             with lock_model(self._models, starter.id):
                 converts = starter.converts and format == "mlx"
-                if converts and (entry := self._stored(starter.id)):
-                    return entry
+                if converts and (converted := self._stored(starter.id)):
+                    return converted
                 fetched = self._stored(starter.fetched_name)
                 if fetched is None:
                     require_disk(self._models, starter.needed_bytes, self._settings.disk_reserve_bytes, starter.id)
