@@ -10,7 +10,6 @@ import operator
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -20,6 +19,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.store import COLUMNS, RecordStore
 from lmx_lab.instrument.timeline import Timeline, timeline_of_record
+from lmx_lab.results.figures import format_clock
 from lmx_lab.results.frames import Dtype, make_table
 from lmx_lab.results.pages import Displayed
 from lmx_lab.results.tables import align_columns, html_table
@@ -193,7 +193,7 @@ class RequestList(Displayed, Sequence[RecordedRequest]):
         shown = []
         for row in rows:
             cells = {name: "" if row[name] is None else str(row[name]) for name in SHOWN}
-            cells["at"] = datetime.fromtimestamp(row["at"], UTC).astimezone().strftime("%H:%M:%S")
+            cells["at"] = format_clock(row["at"])
             cells["text"] = repr(shorten(row["text"], 60))
             shown.append(tuple(cells.values()))
         return shown
