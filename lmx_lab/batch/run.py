@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 import time
 from collections import Counter, deque
@@ -22,6 +21,7 @@ from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.batch.prompts import Prompt, Row, RowPrompts
 from lmx_lab.batch.servers import LoadedModel, RowServer, ServerRun, loaded_model
 from lmx_lab.errors import ERROR_CLASSES, EngineDeadError, EngineError, InvalidRequestError, LabError
+from lmx_lab.results.database import digest
 from lmx_lab.results.frames import RowSource
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.wire.chat import ChatRequest
@@ -157,15 +157,15 @@ class BatchRun(ServerRun[_Item]):
             content = request.model_dump(mode="json", exclude=excluded, exclude_defaults=True)
             schema = options.columns and dict(options.columns.json_schema)
             scored = [options.chat_template, *item.choices] if item.choices else []
-            key = _digest(self._model.key, content, schema, *scored)
+            key = digest(self._model.key, content, schema, *scored)
             # Requests with equal prompts are numbered, so that each has its own key.
             prompt = int(key[:16], 16)
-            item.key = _digest(key, self._repeats[prompt])
+            item.key = digest(key, self._repeats[prompt])
             self._repeats[prompt] += 1
         if options.seed is not None:
-            digest = hashlib.sha256(f"{options.seed} {item.key}".encode()).digest()
-            request = request.model_copy(update={"seed": int.from_bytes(digest[:6])})
-            item.key = _digest(item.key, request.seed)
+            seed = hashlib.sha256(f"{options.seed} {item.key}".encode()).digest()
+            request = request.model_copy(update={"seed": int.from_bytes(seed[:6])})
+            item.key = digest(item.key, request.seed)
         item.request = request
         return item
 
@@ -323,10 +323,6 @@ class BatchRun(ServerRun[_Item]):
 
 def _failed(error: LabError) -> RowAnswer:
     return RowAnswer(error=error.message, code=error.code)
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 async def score_choices(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import time
@@ -33,6 +32,7 @@ from lmx_lab.errors import (
 )
 from lmx_lab.extras import import_optional
 from lmx_lab.progress import counter
+from lmx_lab.results.database import digest
 from lmx_lab.results.frames import RowSource, make_table, read_source, select_rows, to_table, vector_table
 from lmx_lab.values.integers import whole_number
 from lmx_lab.values.outputs import InputType, Vectors
@@ -434,7 +434,7 @@ class EmbeddingRun(ServerRun[list[str]]):
             await self._cache.add(answers, self._key)
 
     def _key_of(self, text: str) -> str:
-        return hashlib.sha256(json.dumps([self._key, text]).encode()).hexdigest()[:32]
+        return digest(self._key, text)
 
     def vectors(self) -> list[Vectors | None]:
         """Return the vector of each text; None if it was not computed."""

@@ -8,7 +8,6 @@ computes only the missing answers and scores.
 
 from __future__ import annotations
 
-import hashlib
 import html
 import itertools
 import json
@@ -28,6 +27,7 @@ from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
 from lmx_lab.instrument.store import MEMORY_BYTES, RecordStore
 from lmx_lab.progress import counter
+from lmx_lab.results.database import digest
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, page
 from lmx_lab.results.tables import Html, html_table
@@ -120,7 +120,7 @@ class ComparisonRun:
             Cell(
                 prompt=number,
                 setting=setting,
-                key=_digest(prompt, setting.load_key, setting.parameters),
+                key=digest(prompt, setting.load_key, setting.parameters),
                 request=chat_request(prompt, setting.parameters),
             )
             for number, prompt in enumerate(self.prompts)
@@ -204,7 +204,7 @@ class ComparisonRun:
         # Sampling parameters are not part of the key, because log-probabilities are those before sampling.
         prompt, parameters = self.prompts[answer.prompt], under.parameters
         steer = [parameters["steer"]] if parameters.get("steer") else []
-        return _digest("score", answer.key, prompt, under.load_key, parameters.get("system"), *steer)
+        return digest("score", answer.key, prompt, under.load_key, parameters.get("system"), *steer)
 
     def _unscored(self, group: str, answered: Sequence[str]) -> list[tuple[Cell, Cell]]:
         """Return the pairs of an answer and a cell of a group under which it can be scored now.
@@ -310,11 +310,6 @@ def _read_settings(settings: Settings, loaded: str) -> list[Setting]:
         spec = load_spec(model, options) if "model" in given else None  # type: ignore[arg-type]
         found.append(Setting(name=str(name), spec=spec, model=model, parameters=parameters))
     return found
-
-
-def _digest(*parts: Any) -> str:
-    text = json.dumps(parts, sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class Comparison(Displayed):

@@ -1,12 +1,15 @@
-"""Open the SQLite files of this package, and bring their tables to the present version."""
+"""Open the SQLite files of this package, bring their tables to the present version, and make keys of rows."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lmx_lab.errors import InvalidRequestError
 
@@ -149,3 +152,10 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[str], *, applic
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+
+
+def digest(*parts: Any) -> str:
+    """Return the key of a row that is found by values of JSON: 32 hexadecimal digits. Other values count as their
+    ``repr``.
+    """
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
