@@ -63,10 +63,10 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
         entries = {
             entry.format: entry for entry in Catalog(settings).scan() if entry.id == STARTER and entry.copy is None
         }
-        if missing := [format_ for format_ in MEASURED.values() if format_ not in entries]:
+        if absent := [format_ for format_ in MEASURED.values() if format_ not in entries]:
             # The conversion for MLX also keeps the file that is converted.
-            pull = f"lmx-lab pull {STARTER} --mlx" if "mlx" in missing else f"lmx-lab pull {STARTER}-gguf"
-            formats = " and ".join(TITLES[format_] for format_ in missing)
+            pull = f"lmx-lab pull {STARTER} --mlx" if "mlx" in absent else f"lmx-lab pull {STARTER}-gguf"
+            formats = " and ".join(TITLES[format_] for format_ in absent)
             yield _unmeasured(f"it needs {STARTER} in the format {formats}", remedy=f"{pull} && {MEASURE}")
             return
         if not measure:

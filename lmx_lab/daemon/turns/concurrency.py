@@ -108,7 +108,7 @@ def shielded(
     """Decorate a method whose calls are completed even if their caller is cancelled."""
 
     @functools.wraps(method)
-    async def call(self: Owner, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.shield(self.shielded_tasks.start(method(self, *args, **kwargs)))
+    async def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(owner.shielded_tasks.start(method(owner, *args, **kwargs)))
 
     return call
