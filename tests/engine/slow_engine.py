@@ -13,10 +13,11 @@ from typing import Any
 from lmx_lab.engine import Answer, ChatPrompt, GenerationRequest, ModelManager
 from lmx_lab.engine.echo.engine import EchoEngine, EchoRow
 from lmx_lab.engine.model import EngineHost, LoadedModel
-from lmx_lab.errors import LabError, ModelNotFoundError, OutOfMemoryError
+from lmx_lab.errors import EngineDeadError, LabError, ModelNotFoundError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Kind, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.values.models import ECHO, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.weights import Catalog, Listing
+from tests.support.waiting import auntil
 
 SETTINGS = Settings(slots=2, queue_limit=2, echo_tokens_per_s=1000, downloads=False)
 
@@ -101,6 +102,22 @@ class Lab:
         engine = self.manager.engines.get("echo")
         assert isinstance(engine, SlowEngine)
         return engine
+
+    async def begin_load(self, model: str) -> asyncio.Task[LoadReport]:
+        """Return the task of a load that the engine performs, but finishes only when ``resume`` is set."""
+        self.engine.resume.clear()
+        before = len(self.engine.specs)
+        load = asyncio.create_task(self.manager.load(LoadSpec(model=model)))
+        await auntil(lambda: len(self.engine.specs) > before)
+        return load
+
+    async def lose(self, model: LoadedModel[Any]) -> None:
+        """End a model as if its process had ended."""
+        await self.manager._run(lambda: self.engine.lose(model, EngineDeadError("the process has died")))
+
+    async def until_unloading(self) -> None:
+        """Wait until a model waits for its answers to end before it is unloaded."""
+        await auntil(lambda: any(state.unloading for state in self.manager.snapshot.models))
 
 
 @contextlib.asynccontextmanager

@@ -65,50 +65,23 @@ async def test_callers_on_several_event_loops_join_one_load(lab):
     assert lab.engine.specs == [spec]
 
 
-async def test_a_cancelled_caller_does_not_cancel_the_load_of_another(lab):
-    lab.engine.resume.clear()
-    first, second = [asyncio.create_task(lab.manager.load(LoadSpec(model="one"))) for _ in range(2)]
-    await auntil(lambda: lab.engine.specs)
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    lab.engine.resume.set()
-    assert (await second).model == "one"
-
-
 async def test_a_load_continues_after_all_its_callers_were_cancelled(lab):
-    lab.engine.resume.clear()
-    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await auntil(lambda: lab.engine.specs)
+    load = await lab.begin_load("one")
     load.cancel()
     lab.engine.resume.set()
     await auntil(lambda: lab.manager.snapshot.model == "one")
 
 
-async def test_the_spec_reaches_the_engine_unchanged(lab):
-    spec = LoadSpec(model="one", context_length=7)
-    await lab.manager.load(spec)
-    assert lab.engine.specs == [spec]
-
-
 async def test_a_loaded_model_is_loaded_again_only_with_other_options(lab):
     await lab.manager.load(LoadSpec(model="one"))
     assert (await lab.manager.load(LoadSpec(model="one", wait=True))).load_s == 0
-    await lab.manager.load(LoadSpec(model="one", context_length=7))
-    assert len(lab.engine.specs) == 2
-
-
-async def test_an_engine_that_does_not_run_the_format_is_refused_before_anything_is_unloaded(lab, tiny):
-    await lab.manager.load(LoadSpec(model="one"))
-    with pytest.raises(UnusableModelError, match=r"tiny has the format mlx, which runs on mlx and not on llama\.cpp"):
-        await load_entry(lab.manager, tiny, LoadSpec(model="tiny", engine="llama.cpp"))
-    assert await answer(lab) == "one"
+    changed = LoadSpec(model="one", context_length=7)
+    await lab.manager.load(changed)
+    assert lab.engine.specs == [LoadSpec(model="one"), changed]
 
 
 async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces_it(lab):
-    lab.engine.resume.clear()
-    first = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await auntil(lambda: lab.engine.specs)
+    first = await lab.begin_load("one")
     with pytest.raises(ModelBusyError, match="one is being loaded; try again when that is done"):
         await lab.manager.load(LoadSpec(model="two"))
     waiting = asyncio.create_task(lab.manager.load(LoadSpec(model="two"), if_busy="wait"))
@@ -127,9 +100,7 @@ async def test_while_a_model_is_loaded_another_load_is_refused_waits_or_replaces
 @pytest.mark.parametrize("name", [(), ("two",)])
 async def test_an_unload_cancels_a_load_and_the_previous_model_is_loaded_again(lab, name):
     await lab.manager.load(LoadSpec(model="one"))
-    lab.engine.resume.clear()
-    load = asyncio.create_task(lab.manager.load(LoadSpec(model="two")))
-    await auntil(lambda: len(lab.engine.specs) == 2)
+    load = await lab.begin_load("two")
     unload = asyncio.create_task(lab.manager.unload(*name))
     await auntil(lambda: len(lab.engine.specs) == 3)
     lab.engine.resume.set()
@@ -153,9 +124,7 @@ async def test_after_a_failed_load_the_previous_model_is_loaded_again(lab):
 
 
 async def test_a_load_is_cancelled_by_its_name_while_an_engine_performs_it(lab):
-    lab.engine.resume.clear()
-    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await auntil(lambda: lab.engine.specs)
+    load = await lab.begin_load("one")
     with pytest.raises(InvalidRequestError, match="two is not being loaded; there is nothing to cancel"):
         await lab.manager.cancel_load("two")
     with pytest.raises(InvalidRequestError, match="two is not loaded"):
@@ -197,9 +166,7 @@ async def test_a_load_can_be_cancelled_while_its_files_are_searched(lab, monkeyp
 
 
 async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab):
-    lab.engine.resume.clear()
-    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await auntil(lambda: lab.engine.specs)
+    load = await lab.begin_load("one")
     await asyncio.to_thread(lab.manager.stop)
     with pytest.raises(EngineDeadError, match="the engine was stopped"):
         await load
@@ -212,9 +179,7 @@ async def test_stopping_ends_loads_and_a_started_manager_loads_again(lab):
 
 
 async def test_all_loads_are_cancelled_when_the_server_stops(lab):
-    lab.engine.resume.clear()
-    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await auntil(lambda: lab.engine.specs)
+    load = await lab.begin_load("one")
     await lab.manager.cancel_loads()
     with pytest.raises(NotLoadedError, match="the load of one was cancelled: the server stops"):
         await load
@@ -280,7 +245,7 @@ async def test_an_unload_without_a_time_limit_ends_when_its_manager_makes_room(l
     await lab.manager.load(LoadSpec(model="one"))
     stream = await start_answer(lab)
     unload = asyncio.create_task(lab.manager.unload(wait=True))
-    await auntil(lambda: lab.manager.snapshot.unloading is not None)
+    await lab.until_unloading()
     await lab.manager.make_room("other", limit_s=600)
     assert await unload > 0
     with pytest.raises(NotLoadedError, match="the model was unloaded before this request ended"):
@@ -303,9 +268,7 @@ async def test_an_interrupted_wait_for_room_does_not_lose_the_models(lab):
 
 
 async def test_the_state_of_a_load_can_be_read(lab):
-    lab.engine.resume.clear()
-    load = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
-    await auntil(lambda: lab.engine.specs)
+    load = await lab.begin_load("one")
     snapshot = lab.manager.snapshot
     assert snapshot.state == "loading"
     assert (snapshot.change.kind, snapshot.change.model, snapshot.change.stage) == ("load", "one", "loading")
@@ -418,13 +381,6 @@ async def test_requests_of_a_pinned_model_do_not_keep_the_main_one_in_memory():
         assert [model.entry.id for model in lab.manager.snapshot.pinned] == ["embedder"]
 
 
-async def test_in_swap_mode_a_request_loads_an_idle_model_again():
-    async with running(replace(SETTINGS, idle_unload_s=0.05, swap=True)) as lab:
-        await lab.manager.load(LoadSpec(model="one"))
-        await auntil(lambda: ("one", "unloaded") in lab.stages)
-        assert await answer(lab) == "one"
-
-
 # The model that answers
 
 
@@ -458,7 +414,7 @@ async def test_texts_without_an_embedding_model_are_refused_with_the_models_on_d
         lab.manager.embed(EmbeddingRequest(inputs=())),
         lab.manager.rerank(RerankRequest(query="a", documents=())),
     ):
-        with pytest.raises(InvalidRequestError, match="no texts"):
+        with pytest.raises(InvalidRequestError, match="there are no texts; send at least one"):
             await empty
 
 
@@ -595,10 +551,6 @@ async def load_twice(lab):
     assert len(lab.manager.models) == 1
 
 
-async def lose(lab, model):
-    await lab.manager._run(lambda: lab.engine.lose(model, EngineDeadError("the process has died")))
-
-
 async def test_a_pinned_model_answers_after_it_was_unloaded_as_the_idle_main_model():
     async with running(replace(SETTINGS, idle_unload_s=0.05)) as lab:
         await load_twice(lab)
@@ -613,7 +565,7 @@ async def test_a_model_that_is_pinned_while_its_unload_waits_for_answers_stays()
         embedding = asyncio.create_task(lab.manager.embed(EmbeddingRequest(inputs=("word " * 20,))))
         await auntil(lambda: lab.manager.snapshot.encode_requests)
         unloading = asyncio.create_task(lab.manager.unload(wait=True))
-        await auntil(lambda: lab.manager.snapshot.unloading is not None)
+        await lab.until_unloading()
         await load_entry(lab.manager, EMBEDDER, PIN)
         assert (await embedding).report.texts == 1
         assert await unloading == 0
@@ -625,7 +577,7 @@ async def test_a_lost_model_with_both_roles_is_loaded_again_for_both(lab):
     await load_entry(lab.manager, EMBEDDER, PIN)
     await load_entry(lab.manager, EMBEDDER)
     model = lab.manager.main
-    await lose(lab, model)
+    await lab.lose(model)
     await auntil(lambda: lab.manager.snapshot.model == "embedder" and lab.manager.snapshot.pinned)
     assert model not in lab.manager.models
 
@@ -668,7 +620,7 @@ async def test_counts_of_tokens_never_decrease(lab):
     counts.append(lab.manager.snapshot.totals.output_tokens)
     await answer(lab)
     counts.append(lab.manager.snapshot.totals.output_tokens)
-    await lose(lab, lab.manager.main)
+    await lab.lose(lab.manager.main)
     counts.append(lab.manager.snapshot.totals.output_tokens)
     assert counts == [5, 5, 10, 10]
 
@@ -688,7 +640,7 @@ async def test_a_stop_ends_the_load_of_a_lost_pinned_model():
     async with running() as lab:
         await load_entry(lab.manager, EMBEDDER, PIN)
         lab.engine.resume.clear()
-        await lose(lab, lab.manager.models[0])
+        await lab.lose(lab.manager.models[0])
         await auntil(lambda: len(lab.engine.specs) == 2)
         await asyncio.wait_for(asyncio.to_thread(lab.manager.stop), 10)
         assert lab.manager.models == []
@@ -741,7 +693,7 @@ async def test_tokens_are_decoded_by_the_model_of_an_answer_while_it_is_being_un
     await lab.manager.load(LoadSpec(model="one"))
     stream = await start_answer(lab)
     unloading = asyncio.create_task(lab.manager.unload(wait=True))
-    await auntil(lambda: lab.manager.snapshot.unloading is not None)
+    await lab.until_unloading()
     assert await lab.manager.decode(stream, [16 + ord("a")]) == "a"
     await stream.aclose()
     await unloading
@@ -762,15 +714,6 @@ async def test_a_refused_request_is_released_without_a_collection_of_cycles(lab)
         await auntil(lambda: kept() is None)
     finally:
         gc.enable()
-
-
-async def test_a_request_without_texts_is_refused(lab):
-    for work in (
-        lab.manager.embed(EmbeddingRequest(inputs=())),
-        lab.manager.rerank(RerankRequest(query="sea", documents=())),
-    ):
-        with pytest.raises(InvalidRequestError, match="there are no texts; send at least one"):
-            await work
 
 
 async def test_stopping_ends_running_and_queued_requests_and_a_started_manager_answers(lab, ends):

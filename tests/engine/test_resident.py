@@ -50,10 +50,6 @@ def in_memory(lab):
     return sorted(names, key=lambda name: (name != now.model, name))
 
 
-async def lose(lab, model):
-    await lab.manager._run(lambda: lab.engine.lose(model, EngineDeadError("the process has died")))
-
-
 # Loads
 
 
@@ -92,7 +88,7 @@ async def test_answers_of_a_model_that_leaves_end_first():
         await load(lab, ONE, TWO)
         streams = [await lab.manager.submit(request(name, tokens=8000)) for name in ("one", "two")]
         loading = asyncio.create_task(load_entry(lab.manager, THREE))
-        await auntil(lambda: any(state.unloading for state in lab.manager.snapshot.models))
+        await lab.until_unloading()
         leaving = next(state for state in lab.manager.snapshot.models if state.unloading)
         assert (leaving.entry.id, leaving.unloading.replaced_by) == ("one", "three")
         with pytest.raises(NotLoadedError, match="the model was replaced by three before"):
@@ -249,7 +245,7 @@ async def test_a_model_that_is_pinned_while_it_leaves_for_a_load_stays_and_anoth
     await load(lab, ONE, TWO)
     streams = [await lab.manager.submit(request(name, tokens=8000)) for name in ("one", "two")]
     loading = asyncio.create_task(load_entry(lab.manager, THREE, LoadSpec(model="three", wait=True)))
-    await auntil(lambda: any(state.unloading for state in lab.manager.snapshot.models))
+    await lab.until_unloading()
     await lab.manager.keep("one", pin=True)
     await loading
     # Pinned models do not count, so the other one need not leave.
@@ -265,7 +261,7 @@ async def test_a_model_that_is_being_unloaded_by_request_cannot_be_pinned(lab):
     await load(lab, ONE, TWO)
     stream = await lab.manager.submit(request("one", tokens=8000))
     unloading = asyncio.create_task(lab.manager.unload("one", wait=True))
-    await auntil(lambda: any(state.unloading for state in lab.manager.snapshot.models))
+    await lab.until_unloading()
     with pytest.raises(ModelBusyError, match="the model is being unloaded"):
         await lab.manager.keep("one", pin=True)
     stream.close()
@@ -341,7 +337,7 @@ async def test_a_model_that_answers_is_unloaded_while_another_one_continues(lab)
     await load(lab, ONE, TWO)
     streams = [await lab.manager.submit(request(name, tokens=8000)) for name in ("one", "two")]
     unload = asyncio.create_task(lab.manager.unload("one", wait=True))
-    await auntil(lambda: any(state.unloading for state in lab.manager.snapshot.models))
+    await lab.until_unloading()
     with pytest.raises(ModelBusyError, match=r"being unloaded \(one: .*lmx-lab unload one --now"):
         await lab.manager.unload("two")
     assert await lab.manager.unload("one", wait=False) > 0
@@ -357,7 +353,7 @@ async def test_an_unload_of_the_main_model_does_not_join_that_of_another_one(lab
     await load(lab, ONE, TWO)
     stream = await lab.manager.submit(request("one", tokens=8000))
     unloading = asyncio.create_task(lab.manager.unload("one", wait=True))
-    await auntil(lambda: any(state.unloading for state in lab.manager.snapshot.models))
+    await lab.until_unloading()
     with pytest.raises(ModelBusyError, match=r"the model is being unloaded \(one"):
         await lab.manager.unload(wait=False)
     assert [await anext(stream)]
@@ -423,7 +419,7 @@ async def test_a_model_that_is_lost_again_and_again_does_not_affect_another_one(
     await load(lab, ONE, TWO)
     stream = await lab.manager.submit(request("two", tokens=8000))
     for _ in range(3):
-        await lose(lab, next(model for model in lab.manager.models if model.entry.id == "one"))
+        await lab.lose(next(model for model in lab.manager.models if model.entry.id == "one"))
         await auntil(lambda: lab.progress[-1].message == "the engine lost this model; load it again")
         assert in_memory(lab) == ["two"]
         with pytest.raises(OtherModelLoadedError, match="one is not loaded; two is loaded"):
@@ -438,7 +434,7 @@ async def test_pinned_models_that_are_lost_at_the_same_time_are_loaded_again():
     async with running() as lab:
         await load(lab, ONE, TWO, THREE, pin=True)
         for model in lab.manager.models:
-            await lose(lab, model)
+            await lab.lose(model)
         await auntil(lambda: in_memory(lab) == ["three", "one", "two"])
         assert not [stage for _, stage in lab.stages if stage == "failed"]
 
@@ -448,13 +444,13 @@ async def test_a_pinned_model_that_was_lost_twice_is_in_memory_once(lab):
     await load(lab, TWO, pin=True, ttl_s=600)
     for _ in range(2):
         lost = next(model for model in lab.manager.models if model.entry.id == "two")
-        await lose(lab, lost)
+        await lab.lose(lost)
         await auntil(lambda lost=lost: lost not in lab.manager.models)
         await auntil(lambda: "two" in in_memory(lab) or "; load it again" in (lab.progress[-1].message or ""))
     await load(lab, TWO, context_length=7)
     assert in_memory(lab) == ["two", "one"]
     assert (lab.manager.snapshot.main.pinned, lab.manager.snapshot.main.ttl_s) == (True, 600)
-    await lose(lab, lab.manager.main)
+    await lab.lose(lab.manager.main)
     assert not (await lab.manager.keep("two", pin=False)).pinned
     await load(lab, THREE)
     assert in_memory(lab) == ["three", "one"]
@@ -462,9 +458,9 @@ async def test_a_pinned_model_that_was_lost_twice_is_in_memory_once(lab):
 
 async def test_if_the_main_model_is_lost_another_one_takes_its_place(lab):
     await load(lab, ONE, TWO)
-    await lose(lab, lab.manager.main)
+    await lab.lose(lab.manager.main)
     assert (lab.manager.snapshot.state, await answer(lab)) == ("ready", "one")
-    await lose(lab, lab.manager.main)
+    await lab.lose(lab.manager.main)
     assert lab.manager.snapshot.state == "dead"
     with pytest.raises(EngineDeadError, match="the process has died"):
         await answer(lab)
