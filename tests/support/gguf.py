@@ -496,52 +496,6 @@ def _name(key: str, architecture: MODEL_ARCH) -> str:
     return name
 
 
-_TURNS = """\
-{%- for message in messages -%}
-{%- if message.role == "tool" -%}
-<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% else -%}
-<|im_start|>{{ message.role }}
-{% if message.reasoning_content -%}
-<think>
-{{ message.reasoning_content }}
-</think>
-
-{% endif -%}
-{{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor -%}
-<|im_end|>
-{% endif -%}
-{%- endfor -%}
-"""
-
-
-THINKS_FIRST_TEMPLATE = f"""\
-{_TURNS}
-{{%- if add_generation_prompt -%}}
-<|im_start|>assistant
-<think>
-{{% endif -%}}"""
-"""Like DeepSeek R1: the prompt ends with the start of the reasoning, in which the answer begins. No tools."""
-
-NO_SYSTEM_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message.role == "system" %}{{ raise_exception("System role not supported") }}{% endif -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}"""
-"""Like Gemma: a system message is an error."""
-
 EXACT = QuantizedCopy(
     type="Q8_0",
     original="Q4_1",

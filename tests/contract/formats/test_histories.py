@@ -22,14 +22,23 @@ NOTE = {"role": "developer", "content": "Now"}
 BLOCK = {"type": "tool_use", "id": "c1", "name": "clock", "input": {}}
 TOOL_USE = {"role": "assistant", "content": [BLOCK]}
 ITEM = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": "{}"}
-OLLAMA_CALL = {"function": {"name": "clock", "arguments": {}}}
+OLLAMA_CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
+OLLAMA_RESULT = {"role": "tool", "content": "noon"}
 FUNCTION = {"name": "clock", "arguments": "{}"}
 CUSTOM = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "x"}}
+CUSTOM_ITEM = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": None}
+CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "c1", "output": "noon"}
+OLD_CALL = {"role": "assistant", "content": None, "function_call": FUNCTION}
+OLD_RESULT = {"role": "function", "name": "clock", "content": "noon"}
 EMPTY_TEXT = {"type": "text", "text": None}
 
 
 def calls(call=CALL):
     return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def ollama_calls(function):
+    return calls({"function": function})
 
 
 def chat_result(content="noon"):
@@ -44,12 +53,21 @@ def results(*blocks):
     return {"role": "user", "content": list(blocks)}
 
 
+def said(*blocks):
+    return {"role": "assistant", "content": list(blocks)}
+
+
 def output(content="noon", id="c1"):
     return {"type": "function_call_output", "call_id": id, "output": content}
 
 
 def users(*contents):
-    return {"messages": [{"role": "user", "content": content} for content in contents]}
+    return [{"role": "user", "content": content} for content in contents]
+
+
+def fields_of(form, messages):
+    """Return the field of a format with a conversation."""
+    return {"input" if form == "responses" else "messages": messages}
 
 
 def prompt_of(lab, http):
@@ -57,8 +75,8 @@ def prompt_of(lab, http):
     return http.post("/detokenize", json={"tokens": lab.requests[-1].prompt}).json()["content"]
 
 
-def case(form, fields, *texts):
-    return pytest.param(BY_NAME[form], fields, texts, id=f"{form}-{texts[0]:.40}")
+def case(form, messages, *texts, **fields):
+    return pytest.param(BY_NAME[form], fields_of(form, messages) | fields, texts, id=f"{form}-{texts[0]:.40}")
 
 
 ENTIRE = '{"name": "clock", "arguments": {}}\n</tool_call>'
@@ -66,192 +84,95 @@ CUT_OFF = '{"name": "clock", "arguments": {"a": 1\n</tool_call>'
 EMPTY = "<tool_response>\n\n</tool_response>"
 ANSWERED = "assistant\n<|end|>"
 NOTED = "noon\n</tool_response>"
+UNFILLED = ({"name": "clock"}, {"name": "clock", "arguments": None})
 
 
 @pytest.mark.parametrize(
     ("form", "fields", "texts"),
     [
-        case("chat", {"messages": [USER, calls(CUT), chat_result(), USER]}, CUT_OFF),
-        case("websocket", {"messages": [USER, calls(CUT), chat_result(), USER]}, CUT_OFF),
-        case("responses", {"input": [USER, {**ITEM, "arguments": '{"a": 1'}, output(), USER]}, CUT_OFF),
-        case(
-            "ollama chat",
-            {"messages": [USER, {**calls(), "tool_calls": [{"function": CUT["function"]}]}, {**USER, "role": "tool"}]},
-            CUT_OFF,
-        ),
-        case(
-            "messages",
-            {"messages": [USER, {"role": "assistant", "content": [{**BLOCK, "input": '{"a": 1'}]}, results(result())]},
-            CUT_OFF,
-        ),
+        case("chat", [USER, calls(CUT), chat_result(), USER], CUT_OFF),
+        case("websocket", [USER, calls(CUT), chat_result(), USER], CUT_OFF),
+        case("responses", [USER, {**ITEM, "arguments": '{"a": 1'}, output(), USER], CUT_OFF),
+        case("ollama chat", [USER, ollama_calls(CUT["function"]), {**USER, "role": "tool"}], CUT_OFF),
+        case("messages", [USER, said({**BLOCK, "input": '{"a": 1'}), results(result())], CUT_OFF),
         # Calls without arguments.
-        *(
-            case("chat", {"messages": [USER, calls({**CALL, "function": function}), chat_result(), USER]}, ENTIRE)
-            for function in ({"name": "clock"}, {"name": "clock", "arguments": None})
-        ),
-        *(
-            case("ollama chat", {"messages": [USER, {**calls(), "tool_calls": [{"function": function}]}]}, ENTIRE)
-            for function in ({"name": "clock"}, {"name": "clock", "arguments": None})
-        ),
-        *(case("responses", {"input": [USER, {**ITEM, "arguments": given}, output()]}, ENTIRE) for given in (None, {})),
-        *(
-            case(
-                "messages", {"messages": [USER, {"role": "assistant", "content": [{**BLOCK, "input": given}]}]}, ENTIRE
-            )
-            for given in (None, "")
-        ),
+        *(case("chat", [USER, calls({**CALL, "function": each}), chat_result(), USER], ENTIRE) for each in UNFILLED),
+        *(case("ollama chat", [USER, ollama_calls(each)], ENTIRE) for each in UNFILLED),
+        *(case("responses", [USER, {**ITEM, "arguments": given}, output()], ENTIRE) for given in (None, {})),
+        *(case("messages", [USER, said({**BLOCK, "input": given})], ENTIRE) for given in (None, "")),
         # Calls without ids, those of custom tools, and those that are older than tools.
         *(
-            case(
-                "chat", {"messages": [USER, calls({**CALL, "id": id_}), {**chat_result(), "tool_call_id": id_}]}, NOTED
-            )
+            case("chat", [USER, calls({**CALL, "id": id_}), {**chat_result(), "tool_call_id": id_}], NOTED)
             for id_ in (None, "")
         ),
-        case(
-            "websocket", {"messages": [USER, calls({"function": FUNCTION}), {"role": "tool", "content": "noon"}]}, NOTED
-        ),
+        case("websocket", [USER, calls({"function": FUNCTION}), {"role": "tool", "content": "noon"}], NOTED),
         case(
             "messages",
-            {
-                "messages": [
-                    USER,
-                    {"role": "assistant", "content": [{**BLOCK, "id": None}]},
-                    results({"type": "tool_result", "content": "noon"}),
-                ]
-            },
+            [USER, said({**BLOCK, "id": None}), results({"type": "tool_result", "content": "noon"})],
             ENTIRE,
             NOTED,
         ),
-        case("responses", {"input": [USER, {**ITEM, "call_id": None}, output(id=None)]}, ENTIRE, NOTED),
-        case("chat", {"messages": [USER, calls(CUSTOM), chat_result(), USER]}, '"arguments": {"input": "x"}', NOTED),
-        *(
-            case(
-                form,
-                {
-                    "messages": [
-                        USER,
-                        {"role": "assistant", "content": None, "function_call": FUNCTION},
-                        {"role": "function", "name": "clock", "content": "noon"},
-                    ]
-                },
-                ENTIRE,
-                NOTED,
-            )
-            for form in ("chat", "websocket")
-        ),
+        case("responses", [USER, {**ITEM, "call_id": None}, output(id=None)], ENTIRE, NOTED),
+        case("chat", [USER, calls(CUSTOM), chat_result(), USER], '"arguments": {"input": "x"}', NOTED),
+        *(case(form, [USER, OLD_CALL, OLD_RESULT], ENTIRE, NOTED) for form in ("chat", "websocket")),
         # Texts that are null.
         case("chat", users([EMPTY_TEXT, TEXT]), "user\nSee:"),
-        case("messages", {"system": [EMPTY_TEXT], **users([EMPTY_TEXT, TEXT])}, "user\nSee:"),
-        case(
-            "messages",
-            {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": None}]}, USER]},
-            ANSWERED,
-        ),
-        case("responses", {"input": [{"role": "user", "content": [EMPTY_TEXT, TEXT]}]}, "user\nSee:"),
-        case(
-            "responses",
-            {
-                "input": [
-                    USER,
-                    {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": None},
-                    {**output(), "type": "custom_tool_call_output"},
-                ]
-            },
-            '"arguments": {"input": ""}',
-            NOTED,
-        ),
+        case("messages", users([EMPTY_TEXT, TEXT]), "user\nSee:", system=[EMPTY_TEXT]),
+        case("messages", [USER, said({"type": "thinking", "thinking": None}), USER], ANSWERED),
+        case("responses", users([EMPTY_TEXT, TEXT]), "user\nSee:"),
+        case("responses", [USER, CUSTOM_ITEM, CUSTOM_OUTPUT], '"arguments": {"input": ""}', NOTED),
         # Answers and results without content.
-        case("chat", {"messages": [USER, {"role": "assistant"}, USER]}, ANSWERED),
-        case("chat", {"messages": [USER, calls(), {"role": "tool", "tool_call_id": "c1"}, USER]}, EMPTY),
-        case("messages", {"messages": [USER, {"role": "assistant", "content": None}, USER]}, ANSWERED),
-        case("responses", {"input": [{"role": "assistant", "content": None}, USER]}, ANSWERED),
-        case("responses", {"input": [USER, ITEM, output(None)]}, EMPTY),
-        case(
-            "ollama chat",
-            {"messages": [USER, {**calls(), "tool_calls": [OLLAMA_CALL]}, {"role": "tool", "content": {"t": 5}}]},
-            '{"t":5}',
-        ),
+        case("chat", [USER, {"role": "assistant"}, USER], ANSWERED),
+        case("chat", [USER, calls(), {"role": "tool", "tool_call_id": "c1"}, USER], EMPTY),
+        case("messages", [USER, {"role": "assistant", "content": None}, USER], ANSWERED),
+        case("responses", [{"role": "assistant", "content": None}, USER], ANSWERED),
+        case("responses", [USER, ITEM, output(None)], EMPTY),
+        case("ollama chat", [USER, OLLAMA_CALL, {"role": "tool", "content": {"t": 5}}], '{"t":5}'),
         # Images in results of tools and in earlier messages.
-        case("chat", {"messages": [USER, calls(), chat_result([TEXT, URL]), USER]}, f"See:\n{SHOWN}"),
+        case("chat", [USER, calls(), chat_result([TEXT, URL]), USER], f"See:\n{SHOWN}"),
         case("chat", users([TEXT, URL], "hello"), f"See:\n{SHOWN}"),
-        case(
-            "messages",
-            {"messages": [USER, TOOL_USE, results(result([TEXT, IMAGE]))]},
-            f"See:\n\n{SHOWN}",
-        ),
-        case("messages", {"messages": [USER, TOOL_USE, results(result(), IMAGE)]}, f"user\n{SHOWN}"),
+        case("messages", [USER, TOOL_USE, results(result([TEXT, IMAGE]))], f"See:\n\n{SHOWN}"),
+        case("messages", [USER, TOOL_USE, results(result(), IMAGE)], f"user\n{SHOWN}"),
         case("messages", users([TEXT, IMAGE], "hello"), f"See:\n\n{SHOWN}"),
-        case("responses", {"input": [USER, ITEM, output([TEXT, INPUT_IMAGE])]}, SHOWN),
-        case("responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}, USER]}, SHOWN),
+        case("responses", [USER, ITEM, output([TEXT, INPUT_IMAGE])], SHOWN),
+        case("responses", [*users([INPUT_IMAGE]), USER], SHOWN),
         # Images of a result in a message of the user after it, as the AI SDK and LiteLLM send them.
         *(
-            case(form, {"messages": [USER, calls(), chat_result(), *notes, *users([TEXT, URL])["messages"]]}, SHOWN)
+            case(form, [USER, calls(), chat_result(), *notes, *users([TEXT, URL])], SHOWN)
             for form in ("chat", "websocket")
             for notes in ([], [NOTE])
         ),
-        case("messages", {"messages": [USER, TOOL_USE, results(result()), *users([TEXT, IMAGE])["messages"]]}, SHOWN),
-        case("responses", {"input": [USER, ITEM, output(), {"role": "user", "content": [INPUT_IMAGE]}]}, SHOWN),
-        case(
-            "ollama chat",
-            {
-                "messages": [
-                    USER,
-                    {**calls(), "tool_calls": [OLLAMA_CALL]},
-                    {"role": "tool", "content": "noon"},
-                    {**USER, "images": ["aaaa"]},
-                ]
-            },
-            SHOWN,
-        ),
-        case("ollama chat", {"messages": [{**USER, "images": ["aaaa"]}, USER]}, f"hello\n{SHOWN}"),
+        case("messages", [USER, TOOL_USE, results(result()), *users([TEXT, IMAGE])], SHOWN),
+        case("responses", [USER, ITEM, output(), *users([INPUT_IMAGE])], SHOWN),
+        case("ollama chat", [USER, OLLAMA_CALL, OLLAMA_RESULT, {**USER, "images": ["aaaa"]}], SHOWN),
+        case("ollama chat", [{**USER, "images": ["aaaa"]}, USER], f"hello\n{SHOWN}"),
         # Blocks and items of other types.
         *(
-            case(
-                "messages",
-                {"messages": [USER, {"role": "assistant", "content": [{"type": kind, "id": "s1"}]}, USER]},
-                f"[{kind}, not shown to this model]",
-            )
+            case("messages", [USER, said({"type": kind, "id": "s1"}), USER], f"[{kind}, not shown to this model]")
             for kind in ("server_tool_use", "web_search_tool_result", "mcp_tool_use", "container_upload")
         ),
         case(
             "messages",
-            {
-                "messages": [
-                    USER,
-                    TOOL_USE,
-                    results(result([{"type": "tool_reference"}])),
-                ]
-            },
+            [USER, TOOL_USE, results(result([{"type": "tool_reference"}]))],
             "[tool_reference, not shown to this model]",
         ),
         *(
-            case("responses", {"input": [USER, {"type": kind, "id": "i1"}, USER]}, f"{before}\n[{kind}, not shown")
-            for kind, before in (
-                ("local_shell_call", "assistant"),
-                ("local_shell_call_output", "hello\n"),
-            )
+            case("responses", [USER, {"type": kind, "id": "i1"}, USER], f"{before}\n[{kind}, not shown")
+            for kind, before in (("local_shell_call", "assistant"), ("local_shell_call_output", "hello\n"))
         ),
         case(
             "responses",
-            {"input": [USER, {"type": "compaction", "encrypted_content": "gAAAA"}, USER]},
+            [USER, {"type": "compaction", "encrypted_content": "gAAAA"}, USER],
             "[summary of an earlier conversation, not readable on this server]",
         ),
-        case("responses", {"input": [USER, ITEM, output({"t": 5}), USER]}, '{"t":5}'),
-        case("messages", {"messages": [USER, TOOL_USE, results(result({"t": 5}))]}, '{"t":5}'),
-        case(
-            "responses",
-            {"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "I do not."}]}, USER]},
-            "I do not.",
-        ),
+        case("responses", [USER, ITEM, output({"t": 5}), USER], '{"t":5}'),
+        case("messages", [USER, TOOL_USE, results(result({"t": 5}))], '{"t":5}'),
+        case("responses", [said({"type": "refusal", "refusal": "I do not."}), USER], "I do not."),
         # Messages between a call and its result.
-        case("chat", {"messages": [USER, calls(), NOTE, chat_result(), USER]}, NOTED),
-        case("messages", {"messages": [USER, TOOL_USE, USER, results(result())]}, NOTED),
-        case("responses", {"input": [USER, ITEM, NOTE, output(), USER]}, NOTED),
-        case(
-            "ollama chat",
-            {"messages": [USER, {**calls(), "tool_calls": [OLLAMA_CALL]}, USER, {"role": "tool", "content": "noon"}]},
-            NOTED,
-        ),
+        case("chat", [USER, calls(), NOTE, chat_result(), USER], NOTED),
+        case("messages", [USER, TOOL_USE, USER, results(result())], NOTED),
+        case("responses", [USER, ITEM, NOTE, output(), USER], NOTED),
+        case("ollama chat", [USER, OLLAMA_CALL, USER, OLLAMA_RESULT], NOTED),
     ],
 )
 def test_a_history_with_anything_is_answered(form, fields, texts, lab, http):
@@ -263,31 +184,22 @@ def test_a_history_with_anything_is_answered(form, fields, texts, lab, http):
 UNKNOWN = "'zz' does not answer a call"
 
 
+def misplaced(form, place, *messages, **fields):
+    return pytest.param(BY_NAME[form], fields_of(form, list(messages)) | fields, place, id=f"{form}-{place}")
+
+
 @pytest.mark.parametrize(
     ("form", "fields", "place"),
     [
-        pytest.param(BY_NAME[name], fields, place, id=f"{name}-{place}")
-        for name, fields, place in (
-            ("chat", {"messages": [USER, calls(), {**chat_result(), "tool_call_id": "zz"}]}, "messages.2.tool_call_id"),
-            (
-                "messages",
-                {
-                    "system": "Be brief.",
-                    "messages": [USER, USER, TOOL_USE, results(TEXT, result(id="zz"))],
-                },
-                "messages.3.content.1.tool_use_id",
-            ),
-            (
-                "responses",
-                {"instructions": "Be brief.", "input": [USER, USER, ITEM, output(id="zz")]},
-                "input.3.call_id",
-            ),
-            (
-                "ollama chat",
-                {"messages": [USER, USER, {"role": "tool", "content": "x", "tool_call_id": "zz"}]},
-                "messages.2.tool_call_id",
-            ),
-        )
+        misplaced("chat", "messages.2.tool_call_id", USER, calls(), {**chat_result(), "tool_call_id": "zz"}),
+        misplaced(
+            "messages",
+            "messages.3.content.1.tool_use_id",
+            *(USER, USER, TOOL_USE, results(TEXT, result(id="zz"))),
+            system="Be brief.",
+        ),
+        misplaced("responses", "input.3.call_id", USER, USER, ITEM, output(id="zz"), instructions="Be brief."),
+        misplaced("ollama chat", "messages.2.tool_call_id", USER, USER, {**OLLAMA_RESULT, "tool_call_id": "zz"}),
     ],
 )
 def test_the_error_of_a_result_without_a_call_names_its_place(form, fields, place, http):
@@ -306,21 +218,14 @@ def test_the_place_of_an_error_in_a_continued_response_is_that_in_its_input(http
 @pytest.mark.parametrize(
     ("form", "fields", "place"),
     [
-        pytest.param(BY_NAME[name], fields, place, id=f"{name}-{place}")
-        for name, fields, place in (
-            ("chat", users("hello", [TEXT, URL]), "messages.1.content.1"),
-            ("websocket", users("hello", [TEXT, URL]), "messages.1.content.1"),
-            ("messages", users("hello", [TEXT, IMAGE]), "messages.1.content.1"),
-            ("responses", {"input": [USER, {"role": "user", "content": [INPUT_IMAGE]}]}, "input.1.content.0"),
-            ("ollama chat", {"messages": [USER, {**USER, "images": ["aaaa"]}]}, "messages.1.images"),
-            # Not one of a result: the newest message of the user is the one before the call.
-            ("chat", {"messages": [*users([URL])["messages"], calls(), chat_result()]}, "messages.0.content.0"),
-            (
-                "messages",
-                {"messages": [*users([IMAGE])["messages"], TOOL_USE, results(result())]},
-                "messages.0.content.0",
-            ),
-        )
+        misplaced("chat", "messages.1.content.1", *users("hello", [TEXT, URL])),
+        misplaced("websocket", "messages.1.content.1", *users("hello", [TEXT, URL])),
+        misplaced("messages", "messages.1.content.1", *users("hello", [TEXT, IMAGE])),
+        misplaced("responses", "input.1.content.0", *users("hello", [INPUT_IMAGE])),
+        misplaced("ollama chat", "messages.1.images", USER, {**USER, "images": ["aaaa"]}),
+        # Not one of a result: the newest message of the user is the one before the call.
+        misplaced("chat", "messages.0.content.0", *users([URL]), calls(), chat_result()),
+        misplaced("messages", "messages.0.content.0", *users([IMAGE]), TOOL_USE, results(result())),
     ],
 )
 def test_an_image_in_the_newest_message_of_the_user_is_refused(form, fields, place, http):
@@ -342,28 +247,20 @@ def test_tools_may_have_the_same_name(form, lab, http):
     assert (prompt.count('"clock"'), "Another" in prompt) == (1, False)
 
 
+MARKED = {**USER, "content": [{**TEXT, "cache_control": {}}], "timestamp": 5}
+
+
 @pytest.mark.parametrize(
-    ("form", "fields", "names"),
+    ("form", "message", "names"),
     [
-        pytest.param(BY_NAME[name], fields, names, id=name)
-        for name, fields, names in (
-            (
-                "chat",
-                {"messages": [{**USER, "content": [{**TEXT, "cache_control": {}}], "timestamp": 5}]},
-                "messages.timestamp, messages.content.cache_control",
-            ),
-            (
-                "messages",
-                {"messages": [{**USER, "content": [{**TEXT, "cache_control": {}}], "timestamp": 5}]},
-                "messages.timestamp, messages.content.cache_control",
-            ),
-            ("responses", {"input": [{**USER, "id": "m1", "status": "completed"}] * 2}, "input.id, input.status"),
-            ("ollama chat", {"messages": [{**USER, "timestamp": 5}]}, "messages.timestamp"),
-        )
+        ("chat", MARKED, "messages.timestamp, messages.content.cache_control"),
+        ("messages", MARKED, "messages.timestamp, messages.content.cache_control"),
+        ("responses", {**USER, "id": "m1", "status": "completed"}, "input.id, input.status"),
+        ("ollama chat", {**USER, "timestamp": 5}, "messages.timestamp"),
     ],
 )
-def test_unknown_fields_inside_messages_are_ignored_and_named(form, fields, names, http):
-    response = form.post(http, Request(extra=fields))
+def test_unknown_fields_inside_messages_are_ignored_and_named(form, message, names, http):
+    response = BY_NAME[form].post(http, Request(extra=fields_of(form, [message] * 2)))
     assert (response.status_code, response.headers["x-lmx-ignored"]) == (200, names), response.text
 
 

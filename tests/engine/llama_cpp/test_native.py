@@ -43,10 +43,7 @@ from tests.support.engines import (
 )
 from tests.support.families import FAMILIES
 from tests.support.gguf import (
-    NO_SYSTEM_TEMPLATE,
     TEMPLATE_KEY,
-    THINKS_FIRST_TEMPLATE,
-    with_template,
     with_tokens,
     with_values,
 )
@@ -62,11 +59,6 @@ FORCE = 1000.0
 def chat(**changes):
     prompt = ChatPrompt(messages=({"role": "user", "content": "Where?"},), **changes)
     return GenerationRequest(prompt=prompt, sampling=Sampling(temperature=0), max_tokens=60)
-
-
-async def force_tokens(manager, tool_request, tokens):
-    """Force the model to generate these tokens, which must all be different, and return its answer."""
-    return await finish_answer(await manager.submit(await forced_request(manager, tool_request, tokens)))
 
 
 async def forced_request(manager, tool_request, tokens):
@@ -176,35 +168,6 @@ async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(c
 
 
 # Reasoning
-
-
-async def test_reasoning_that_begins_in_the_prompt_is_recognized(tiny_gguf, tmp_path):
-    path = with_tokens(tiny_gguf, MARKERS, tmp_path / "tiny.gguf", THINKS_FIRST_TEMPLATE)
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(path))
-        result = await force_tokens(manager, chat(), [2000, 2001, 4, 2002, 2003])
-        assert result.report.reasoning_tokens == 3
-        assert result.reasoning.strip()
-        assert result.text.strip()
-        assert "think>" not in result.reasoning + result.text
-        endless = await finish_answer(await manager.submit(replace(chat(), max_tokens=9, ignore_eos=True)))
-        assert (endless.text, endless.report.reasoning_tokens) == ("", 9)
-
-
-async def text_of(manager, tokens):
-    return await manager.with_model(chat(), lambda model: model.decode(tokens))
-
-
-async def test_for_a_template_without_system_messages_the_user_message_contains_them(tiny_gguf, tmp_path):
-    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"})
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(with_template(tiny_gguf, NO_SYSTEM_TEMPLATE, tmp_path)))
-        for tools in (None, ALL):
-            tool_request = replace(chat(), prompt=ChatPrompt(messages=messages, tools=tools), max_tokens=1)
-            async with await manager.submit(tool_request) as stream:
-                shown = await manager.with_model(request(), lambda model: model.decode(stream.prompt))
-            assert "Be brief." in shown
-            assert ("look" in shown) is (tools is not None)
 
 
 async def test_a_file_may_have_a_template_for_chats_with_tools_and_a_token_that_begins_each_prompt(tiny_gguf, tmp_path):

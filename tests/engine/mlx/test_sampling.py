@@ -85,29 +85,6 @@ async def test_top_k_of_the_whole_vocabulary_removes_nothing(manager, top_k):
     assert await tokens(manager, replace(seeded, top_k=top_k)) == await tokens(manager, seeded)
 
 
-async def test_a_presence_penalty_counts_the_whole_output(manager):
-    # The bias leaves thirty tokens. With a penalty larger than their differences, each of them is chosen once.
-    few = replace(GREEDY, logit_bias=tuple((token, 100.0) for token in range(700, 730)))
-    assert len(set(await tokens(manager, few, 30))) < 30
-    assert sorted(await tokens(manager, replace(few, presence_penalty=50.0), 30)) == list(range(700, 730))
-
-
-async def test_a_repetition_penalty_does_not_count_the_prompt(manager):
-    plain = await tokens(manager, GREEDY, 1)
-    prompt = TokenPrompt(tokens=(*PROMPT.tokens, *plain))
-    first = await manager.submit(request(prompt=prompt, max_tokens=1, top_logprobs=0))
-    penalized = await manager.submit(
-        request(prompt=prompt, max_tokens=1, top_logprobs=0, sampling=replace(GREEDY, repetition_penalty=1.9))
-    )
-    (expected,), (found,) = [(await finish_with_logprobs(stream))[1] for stream in (first, penalized)]
-    # The logits of two requests that are decoded at once may differ by rounding.
-    assert (found.token, found.rank, found.logprob) == (expected.token, expected.rank, pytest.approx(expected.logprob))
-    repeated = await tokens(manager, replace(GREEDY, logit_bias=((700, 100.0),)), 6)
-    spread = await tokens(manager, replace(GREEDY, logit_bias=((700, 3.0),), repetition_penalty=1.9), 30)
-    assert repeated == [700] * 6
-    assert len(set(spread)) > 15
-
-
 @pytest.mark.parametrize("limit", [1, 2, 5])
 async def test_a_limit_does_not_change_the_tokens_before_it(manager, limit):
     # The last token is returned before mlx-lm returns it, and must have the same id, log-probabilities and reason.
@@ -176,13 +153,6 @@ async def test_a_prompt_that_fills_the_context_can_be_scored(manager):
     stream = await manager.submit(request(prompt=numbers(512), score_prompt=True, max_tokens=0))
     await finish(stream)
     assert len(stream.prompt_scores.tokens) == 512
-
-
-async def test_cancelling_while_a_prompt_is_scored_frees_the_slot(manager):
-    streams = [await manager.submit(request(prompt=numbers(500, start=9 * at), score_prompt=True)) for at in range(3)]
-    for stream in streams:
-        await stream.aclose()
-    assert (await run(manager))[1].output_tokens == 8
 
 
 async def test_max_tokens_0_only_checks_the_prompt(manager):
