@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lmx_lab.engine import Answer, ChatPrompt, GenerationRequest, ModelManager
@@ -15,19 +13,16 @@ from lmx_lab.engine.echo.engine import EchoEngine, EchoRow
 from lmx_lab.engine.model import EngineHost, LoadedModel
 from lmx_lab.errors import EngineDeadError, LabError, ModelNotFoundError, OutOfMemoryError
 from lmx_lab.settings import Settings
-from lmx_lab.values.models import ECHO, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent
+from lmx_lab.values.models import LoadReport, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.weights import Catalog, Listing
+from tests.support.engines import echo_entry
 from tests.support.waiting import auntil
 
 SETTINGS = Settings(slots=2, queue_limit=2, echo_tokens_per_s=1000, downloads=False)
 
 
-def echo_entry(id_: str, kind: Kind = "chat") -> ModelEntry:
-    """A model of the echo engine with another id."""
-    return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=8192, kind=kind, more_kinds=())
-
-
-ONE, TWO, EMBEDDER = echo_entry("one"), echo_entry("two"), echo_entry("embedder", "embedding")
+ONE, TWO, THREE = (echo_entry(name, context=8192) for name in ("one", "two", "three"))
+EMBEDDER = echo_entry("embedder", context=8192, kind="embedding")
 
 
 class FakeCatalog(Catalog):

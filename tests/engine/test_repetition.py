@@ -60,24 +60,6 @@ async def test_64_greedy_answers_and_24_seeded_ones_repeat(manager):
 
 
 @pytest.mark.long
-async def test_long_prompts_give_the_same_bits_on_llama_cpp_after_a_deterministic_load(smollm2, smollm2_gguf):
-    """Without the option, attention depends on the number of tokens in a step and in the cache."""
-    text = "The old lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather. " * 26
-    requests = [
-        replace(story(topic, seed=seed, max_tokens=8), prompt=TextPrompt(text=text[at:]))
-        for at, (topic, seed) in enumerate([("the sea", None), ("bread", 3), ("paper", None)])
-    ]
-    entry = entry_of(smollm2_gguf, smollm2.id)
-    async with manager_with(
-        entry, Settings(queue_limit=100), spec=LoadSpec(model=smollm2.id, deterministic=True)
-    ) as manager:
-        assert not manager.fingerprint.endswith("-batch-dependent")
-        parallel = await asyncio.gather(*(answer(manager, each) for each in requests))
-        cached = [await answer(manager, each) for each in requests]
-        assert cached == list(parallel)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("options", [{"engine": "mlx"}, {"deterministic": True}, {}], ids=["mlx", "exact", "short"])
 async def test_answers_are_the_same_in_any_order_with_cached_prefixes_and_cancelled_requests(
     smollm2, smollm2_gguf, options

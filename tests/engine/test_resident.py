@@ -19,12 +19,11 @@ from lmx_lab.errors import (
 )
 from lmx_lab.server.metrics import Metrics
 from lmx_lab.values.models import LoadSpec
-from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, TWO, answer, echo_entry, request, running, start_answer
+from tests.engine.slow_engine import EMBEDDER, ONE, SETTINGS, THREE, TWO, answer, request, running, start_answer
 from tests.support.engines import load_entry
 from tests.support.waiting import auntil
 
 pytestmark = pytest.mark.anyio
-THREE = echo_entry("three")
 TEXT = EmbeddingRequest(inputs=("hello",))
 
 

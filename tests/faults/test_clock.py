@@ -12,12 +12,11 @@ from lmx_lab.daemon.storage import retention, sessions
 from lmx_lab.daemon.storage.event_log import EventLog
 from lmx_lab.daemon.storage.retention import CautiousClock
 from lmx_lab.daemon.storage.store import Store
-from lmx_lab.engine import ModelManager
 from lmx_lab.errors import GenerationTimeoutError
 from lmx_lab.settings import Settings
 from lmx_lab.wire.sessions import CreateSession, Decision
 from tests.support.daemons import ASKS, check_log, daemon
-from tests.support.engines import entry_of, finish, load_entry, request, run
+from tests.support.engines import entry_of, finish, manager_with, request, run
 from tests.support.model_server import Scripted, calls, says
 from tests.support.waiting import auntil
 
@@ -43,8 +42,7 @@ def longs(tmp_path, tiny, long_gguf):
 @pytest.mark.usefixtures("_wild_clock")
 @pytest.mark.parametrize("made_for", ["mlx", "gguf"])
 async def test_deadlines_and_idle_timeouts_do_not_depend_on_the_wall_clock(longs, made_for):
-    async with ModelManager(replace(SETTINGS, idle_unload_s=0.4)) as manager:
-        await load_entry(manager, longs[made_for])
+    async with manager_with(longs[made_for], replace(SETTINGS, idle_unload_s=0.4)) as manager:
         assert (await run(manager))[1].output_tokens == 8
         begun = time.perf_counter()
         stream = await manager.submit(request(max_tokens=480, ignore_eos=True, timeout_s=0.05))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from mlx_lm.models import llama
 
-from lmx_lab.engine import AnswerFormat, ModelManager
+from lmx_lab.engine import AnswerFormat
 from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.llama_cpp.completion import AnswerReader
 from lmx_lab.engine.llama_cpp.connection import RefusedError
@@ -29,7 +29,7 @@ from tests.support.asking import CHAT_WAIT_S, refused
 from tests.support.engines import (
     fail_next_step,
     finish,
-    load_entry,
+    manager_with,
     mlx_thread,
     numbers,
     process_of,
@@ -204,8 +204,7 @@ async def test_failed_requests_leave_no_objects_and_memory(tiny, monkeypatch):
         return sorted(each.name for each in set(threading.enumerate()) - others if each.name.startswith("lmx-lab-"))
 
     # Without a prefix cache, which keeps memory of ended requests.
-    async with ModelManager(Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(slots=2, queue_limit=2, prefix_cache_bytes=0)) as manager:
         seen = []
         for at in range(6):
             await fail_once(manager, call=20 + at)

@@ -42,7 +42,7 @@ from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import LabError, NotLoadedError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import ModelState
-from lmx_lab.values.models import Format, Kind, LoadReport, LoadSpec, ModelEntry
+from lmx_lab.values.models import ECHO, Format, Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta
 from lmx_lab.weights import Catalog
 from lmx_lab.weights.fingerprint import with_marks
@@ -291,6 +291,11 @@ async def fail_next_step(manager: ModelManager, exc: BaseException) -> None:
     await mlx_thread(manager).call(break_model)
 
 
+def echo_entry(id_: str, *, context: int = 512, kind: Kind = "chat") -> ModelEntry:
+    """Return an entry of the echo engine with the id of a model."""
+    return replace(ECHO, id=id_, path=Path("echo") / id_, context_length=context, kind=kind, more_kinds=())
+
+
 LLAMA_SETTINGS = Settings(slots=2, queue_limit=4, threads=1, memory_limit_bytes=2**30)
 
 
@@ -323,7 +328,9 @@ PLACE_SCHEMA = {
     "additionalProperties": False,
 }
 PLACE_FORMAT = AnswerFormat(kind="json_schema", text=json.dumps(PLACE_SCHEMA))
-PLACE_TOOLS = ToolUse(tools=(Tool(name="look", parameters=PLACE_SCHEMA), Tool(name="wait", parameters=PLACE_SCHEMA)))
+PLACE_TOOLS = ToolUse(
+    tools=(Tool(name="look", parameters=PLACE_SCHEMA, description="Looks."), Tool(name="wait", parameters=PLACE_SCHEMA))
+)
 ONLY_WAIT = replace(PLACE_TOOLS, forced=True, only="wait")
 
 
@@ -370,11 +377,6 @@ async def finish_answer(stream: Answer) -> FinishedAnswer:
 def is_place(text: str) -> bool:
     value = json.loads(text)
     return value.keys() == {"kind", "wet"} and value["kind"] in PLACE_KINDS and isinstance(value["wet"], bool)
-
-
-DESCRIBED_TOOLS = ToolUse(
-    tools=(Tool(name="look", parameters=PLACE_SCHEMA, description="Looks."), Tool(name="wait", parameters=PLACE_SCHEMA))
-)
 
 
 TOOL_CONVERSATION: tuple[dict[str, Any], ...] = (

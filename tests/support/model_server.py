@@ -1,4 +1,4 @@
-"""Servers of models: one whose answers a test scripts, and llama.cpp's own."""
+"""A server of models whose answers a test scripts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ import json
 import select
 import socket
 import socketserver
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from typing import Any, Literal, Self
-
-import httpx2
 
 from lmx_lab.client.chat_format import ChatFormatClient, Piece, TokenUsage
 from lmx_lab.values.outputs import ToolCallDelta, merge_tool_calls
@@ -380,55 +373,3 @@ async def read_answer(script: Script) -> tuple[str, str, tuple[ToolCallDelta, ..
         reasons[-1] if reasons else None,
         usages[-1] if usages else None,
     )
-
-
-CHILD = """
-import json, os, sys
-import xllamacpp
-options = json.loads(sys.argv[1])
-params = xllamacpp.CommonParams()
-params.model.path, params.hostnames = options["model"], [options["socket"]]
-params.verbosity, params.endpoint_metrics, params.fit_params, params.cache_ram_mib = 1, True, False, 0
-# With two threads that wait for each other, other tests would slow the server down a lot.
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-for name, value in options["params"].items():
-    setattr(params, name, value)
-server = xllamacpp.Server(params)
-server.handle_metrics()  # returns once the loop runs; the process must not end before
-print("ready", flush=True)
-sys.stdin.read()
-os._exit(0)
-"""
-
-
-class NoServerError(Exception):
-    """The child process ended before it was ready; the message is its standard error."""
-
-
-@contextmanager
-def raw_server(model: Path, **params: Any) -> Iterator[httpx2.Client]:
-    """Start ``xllamacpp.Server`` in a child process, and yield a client over a UNIX socket.
-
-    Args:
-        model: The GGUF file.
-        params: Fields of ``CommonParams``; by default ``n_ctx`` is 512 in one slot.
-
-    Raises:
-        NoServerError: the server did not start.
-    """
-    with tempfile.TemporaryDirectory(prefix="lmx") as name, (Path(name) / "stderr").open("w+b") as stderr:
-        fields: Mapping[str, Any] = {"n_ctx": 512, "n_parallel": 1, "n_batch": 256, "n_ubatch": 256} | params
-        options = {"model": str(model), "socket": f"{name}/s.sock", "params": fields}
-        command = [sys.executable, "-c", CHILD, json.dumps(options)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr) as child:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            try:
-                if b"ready" not in child.stdout.read(6):
-                    child.wait()
-                    raise NoServerError((Path(name) / "stderr").read_text(errors="replace"))
-                transport = httpx2.HTTPTransport(uds=f"{name}/s.sock")
-                with httpx2.Client(transport=transport, base_url="http://llama", timeout=60) as client:
-                    yield client
-            finally:
-                child.kill()

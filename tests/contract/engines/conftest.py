@@ -5,8 +5,8 @@ Each test in this folder runs on all engines, on models that the engines have lo
 
 import pytest
 
-from tests.contract.engines.entries import CONTEXT, FEW, SETTINGS, echo_entry
-from tests.support.engines import count_ends, entry_of, loaded, until_idle
+from tests.contract.engines.entries import CONTEXT, FEW, SETTINGS
+from tests.support.engines import count_ends, echo_entry, entry_of, loaded, until_idle
 from tests.support.gguf import with_context, with_tokens
 from tests.support.models import MARKERS, THINKER_TEMPLATE, teach_thinking, write_tiny_llama
 

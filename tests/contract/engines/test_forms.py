@@ -14,13 +14,15 @@ from lmx_lab.engine.grammar.schemas import enforceable
 from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.steering import SteeringVector
-from tests.contract.engines.entries import SETTINGS, echo_entry
+from tests.contract.engines.entries import SETTINGS
 from tests.support.asking import invalid
 from tests.support.engines import (
-    DESCRIBED_TOOLS,
-    PLACE_SCHEMA,
+    ONLY_WAIT,
+    PLACE_FORMAT,
+    PLACE_TOOLS,
     TOOL_CONVERSATION,
     chat_request,
+    echo_entry,
     engine_alone,
     finish_answer,
     is_place,
@@ -33,11 +35,9 @@ from tests.support.generated_schemas import generated_schemas
 from tests.support.waiting import auntil
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-JSON = AnswerFormat(kind="json_schema", text=json.dumps(PLACE_SCHEMA))
 REGEX = AnswerFormat(kind="regex", text="[a-c]{5}-(left|right)")
 LARK = AnswerFormat(kind="lark", text='start: "x" DIGITS\nDIGITS: /[0-9]{3}/')
-FORCED = replace(DESCRIBED_TOOLS, forced=True, parallel=False)
-NAMED = replace(DESCRIBED_TOOLS, forced=True, only="wait")
+FORCED = replace(PLACE_TOOLS, forced=True, parallel=False)
 
 
 LONG = "Where is the river, and where is the sea, and how far is it from here?"
@@ -92,10 +92,10 @@ async def thinker(thinkers, model_format):
 
 async def test_a_schema_is_enforced_whatever_the_temperature(model):
     for seed in range(4):
-        result = await run(model, answer_format=JSON, sampling=Sampling(temperature=2, seed=seed))
+        result = await run(model, answer_format=PLACE_FORMAT, sampling=Sampling(temperature=2, seed=seed))
         assert is_place(result.text)
         assert result.reason == "stop"
-    assert is_place((await run(model, answer_format=JSON, prompt=TextPrompt(text="river"))).text)
+    assert is_place((await run(model, answer_format=PLACE_FORMAT, prompt=TextPrompt(text="river"))).text)
 
 
 @pytest.mark.parametrize(("form", "pattern"), [(REGEX, "[a-c]{5}-(left|right)"), (LARK, "x[0-9]{3}")])
@@ -196,7 +196,7 @@ async def test_a_format_may_allow_any_text(model):
 
 
 async def test_a_format_cannot_be_combined_with_ignore_eos(model):
-    for changes in ({"answer_format": JSON}, {"tools": NAMED}, {"tools": DESCRIBED_TOOLS}):
+    for changes in ({"answer_format": PLACE_FORMAT}, {"tools": ONLY_WAIT}, {"tools": PLACE_TOOLS}):
         with invalid("ignore_eos"):
             await model.submit(chat_request(ignore_eos=True, **changes))
     assert (await run(model, ignore_eos=True, max_tokens=5)).report.output_tokens == 5
@@ -220,14 +220,14 @@ async def test_a_forced_call_is_the_whole_answer(model):
 
 
 async def test_a_named_tool_is_called_once(model):
-    result = await run(model, tools=NAMED)
+    result = await run(model, tools=ONLY_WAIT)
     assert [name for name, _ in result.calls] == ["wait"]
     assert is_place(result.calls[0][1])
     assert (result.text, result.reason) == ("", "tool_calls")
 
 
 async def test_forced_parallel_calls_are_all_calls_with_ids_of_their_own(model):
-    stream = await model.submit(chat_request(tools=replace(DESCRIBED_TOOLS, forced=True), max_tokens=400))
+    stream = await model.submit(chat_request(tools=replace(PLACE_TOOLS, forced=True), max_tokens=400))
     deltas = [delta async for delta in stream]
     pieces = [call for delta in deltas for call in delta.tool_calls]
     calls = merge(pieces)[0]
@@ -249,7 +249,7 @@ async def test_a_forced_answer_ends_before_it_repeats_a_call(model):
 
 
 async def test_optional_tools_need_not_be_called(model):
-    result = await run(model, tools=DESCRIBED_TOOLS, content=LONG, max_tokens=10)
+    result = await run(model, tools=PLACE_TOOLS, content=LONG, max_tokens=10)
     assert (result.calls, result.report.output_tokens, result.reason) == ([], 10, "length")
     assert result.text
 
@@ -261,11 +261,11 @@ async def with_bias_toward(marker, model, options):
 
 
 async def test_a_call_that_the_model_starts_follows_its_schema(model, marker, model_format):
-    options = chat_request(tools=replace(DESCRIBED_TOOLS, parallel=False))
+    options = chat_request(tools=replace(PLACE_TOOLS, parallel=False))
     if model_format == "echo":
         # It says what the message says; there is no such place.
         said = '<tool_call>\n{"name": "look", "arguments": {"kind": "lake"}}\n</tool_call>'
-        begun = chat_request(tools=replace(DESCRIBED_TOOLS, parallel=False), content=said)
+        begun = chat_request(tools=replace(PLACE_TOOLS, parallel=False), content=said)
     else:
         begun = await with_bias_toward(marker, model, options)
     result = await finish_answer(await model.submit(begun))
@@ -276,8 +276,8 @@ async def test_a_call_that_the_model_starts_follows_its_schema(model, marker, mo
 
 
 async def test_an_incomplete_call_ends_with_length(model):
-    schema_format = await run(model, tools=NAMED)
-    cut = await run(model, tools=NAMED, max_tokens=schema_format.report.output_tokens - 8)
+    schema_format = await run(model, tools=ONLY_WAIT)
+    cut = await run(model, tools=ONLY_WAIT, max_tokens=schema_format.report.output_tokens - 8)
     assert cut.reason == "length"
     assert schema_format.calls[0][1].startswith(cut.calls[0][1])
 
@@ -285,17 +285,15 @@ async def test_an_incomplete_call_ends_with_length(model):
 async def test_the_error_of_invalid_parameters_names_the_tool(model):
     wrong = Tool(name="odd", parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})
     with pytest.raises(InvalidRequestError, match="the parameters of the tool 'odd'") as refused:
-        await model.submit(chat_request(tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong), forced=True)))
+        await model.submit(chat_request(tools=ToolUse(tools=(*PLACE_TOOLS.tools, wrong), forced=True)))
     assert refused.value.param == "tools.2.function.parameters"
     # A request that need not call the tool is not refused.
-    assert (
-        await run(model, tools=ToolUse(tools=(*DESCRIBED_TOOLS.tools, wrong)), max_tokens=5)
-    ).report.output_tokens == 5
+    assert (await run(model, tools=ToolUse(tools=(*PLACE_TOOLS.tools, wrong)), max_tokens=5)).report.output_tokens == 5
 
 
 async def test_the_schema_of_a_call_is_either_enforced_or_refused(model):
     address = {"type": "object", "properties": {"url": {"type": "string", "format": "uri"}}, "required": ["url"]}
-    tools = ToolUse(tools=(*DESCRIBED_TOOLS.tools, Tool(name="fetch", parameters=address)))
+    tools = ToolUse(tools=(*PLACE_TOOLS.tools, Tool(name="fetch", parameters=address)))
     # The tool need not be called, or another tool is called.
     assert (await run(model, tools=tools, max_tokens=5)).report.output_tokens == 5
     assert is_place((await run(model, tools=replace(tools, forced=True, only="wait"))).calls[0][1])
@@ -308,19 +306,19 @@ async def test_the_schema_of_a_call_is_either_enforced_or_refused(model):
 
 
 async def test_results_of_tools_are_part_of_the_prompt(model):
-    given = chat_request(prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=DESCRIBED_TOOLS))
+    given = chat_request(prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=PLACE_TOOLS))
     async with await model.submit(given) as stream:
         shown = await model.model.decode(stream.prompt)
     assert await model.model.encode(given) == list(stream.prompt)
     for part in ("Be brief.", "Is the river wet?", '"kind": "river"', "It is.", "Looks."):
         assert part in shown
-    assert is_place((await run(model, prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=NAMED))).calls[0][1])
+    assert is_place((await run(model, prompt=ChatPrompt(messages=TOOL_CONVERSATION, tools=ONLY_WAIT))).calls[0][1])
 
 
 async def test_formats_tools_and_free_answers_do_not_affect_each_other(model):
     result = await asyncio.gather(
-        run(model, answer_format=JSON),
-        run(model, tools=NAMED),
+        run(model, answer_format=PLACE_FORMAT),
+        run(model, tools=ONLY_WAIT),
         run(model, max_tokens=30, ignore_eos=True),
         run(model, answer_format=REGEX),
     )
@@ -354,13 +352,13 @@ async def test_the_answer_follows_the_reasoning(thinker):
 
 
 async def test_a_format_is_enforced_after_open_reasoning(thinker):
-    result = await run(thinker, open_thoughts=True, answer_format=JSON, bias={2000: 1040.0, 4: 1030.0})
+    result = await run(thinker, open_thoughts=True, answer_format=PLACE_FORMAT, bias={2000: 1040.0, 4: 1030.0})
     assert result.reasoning.strip()
     assert is_place(result.text)
 
 
 async def test_a_forced_call_follows_open_reasoning(thinker):
-    result = await run(thinker, open_thoughts=True, tools=NAMED, bias={2000: 1040.0, 4: 1030.0})
+    result = await run(thinker, open_thoughts=True, tools=ONLY_WAIT, bias={2000: 1040.0, 4: 1030.0})
     assert [name for name, _ in result.calls] == ["wait"]
     assert is_place(result.calls[0][1])
     assert result.reasoning.strip()
@@ -390,7 +388,7 @@ async def test_steering_is_supported_or_refused_as_the_capabilities_state(thinke
 
 
 async def test_answers_that_may_call_tools_have_logprobs(thinker):
-    for tools in (DESCRIBED_TOOLS, NAMED):
+    for tools in (PLACE_TOOLS, ONLY_WAIT):
         assert (await run(thinker, tools=tools, enable_thinking=False, top_logprobs=1, max_tokens=4)).logprobs
 
 

@@ -12,12 +12,13 @@ from lmx_lab.engine import ChatPrompt, InfillPrompt, TextPrompt
 from lmx_lab.engine.echo.model import BEGIN, MESSAGE
 from lmx_lab.errors import ContextLengthError, InvalidRequestError, NotLoadedError
 from lmx_lab.weights.tokenizer_files import can_infill
-from tests.contract.engines.entries import SETTINGS, echo_entry
+from tests.contract.engines.entries import SETTINGS
 from tests.support.asking import invalid
 from tests.support.engines import (
-    DESCRIBED_TOOLS,
+    PLACE_TOOLS,
     PROMPT,
     TOOL_CONVERSATION,
+    echo_entry,
     entry_of,
     finish,
     finish_with_logprobs,
@@ -175,7 +176,7 @@ async def both(chat_models):
         TextPrompt(text="<|im_start|>user\nhi<|im_end|>\n"),
         ChatPrompt(messages=({"role": "user", "content": "  Hi there!  "},)),
         ChatPrompt(messages=TOOL_CONVERSATION[:2]),
-        ChatPrompt(messages=TOOL_CONVERSATION, tools=DESCRIBED_TOOLS),
+        ChatPrompt(messages=TOOL_CONVERSATION, tools=PLACE_TOOLS),
         ChatPrompt(messages=TOOL_CONVERSATION),
     ],
 )

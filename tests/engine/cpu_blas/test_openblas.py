@@ -269,36 +269,49 @@ def choice(machine, threads=2, *, fixed=False):
     return made
 
 
-def test_an_idle_machine_uses_all_threads(machine):
-    choice(machine).prepare(100)
-    assert machine.in_use == 2
+BUSY = {1: 1.0, 2: 30.0}
+"""Times of a product on a machine where a second thread waits for other programs."""
 
 
-def test_a_busy_machine_uses_the_fastest_number_of_threads(machine):
-    machine.seconds = {1: 1.0, 2: 30.0}
-    choice(machine).prepare(100)
-    assert machine.in_use == 1
+@pytest.mark.parametrize(
+    ("threads", "seconds", "in_use", "measured"),
+    [
+        pytest.param(2, {}, 2, [1, 2], id="an idle machine uses all threads"),
+        pytest.param(2, BUSY, 1, [1, 2], id="a busy machine uses the fastest number"),
+        pytest.param(4, {1: 4, 2: 2, 3: 1.5, 4: 9}, 3, [1, 4, 3, 2], id="more cores, a number in between"),
+        pytest.param(4, {1: 4, 2: 2, 3: 8, 4: 9}, 2, [1, 4, 3, 2], id="more cores, another number"),
+        pytest.param(1, {}, 1, [], id="one core"),
+    ],
+)
+def test_the_fastest_number_of_threads_is_measured_and_used(machine, threads, seconds, in_use, measured):
+    machine.seconds |= seconds
+    made = choice(machine, threads)
+    made.prepare(500)
+    assert (made.current, machine.in_use, machine.measured) == (in_use, in_use, measured)
 
 
-@pytest.mark.parametrize(("seconds", "best"), [({1: 4, 2: 2, 3: 1.5, 4: 9}, 3), ({1: 4, 2: 2, 3: 8, 4: 9}, 2)])
-def test_with_more_cores_numbers_in_between_are_measured(machine, seconds, best):
-    machine.seconds = seconds
-    choice(machine, 4).prepare(100)
-    assert machine.in_use == best
-    assert machine.measured == [1, 4, 3, 2]
+@pytest.mark.parametrize(
+    ("fixed", "work", "in_use"),
+    [
+        pytest.param(False, {"rows": 3}, 1, id="few rows"),
+        pytest.param(False, {"rows": 63}, 1, id="short work after a pause"),
+        pytest.param(False, {"rows": 500, "lanes": 2}, 1, id="lanes have one thread each"),
+        pytest.param(True, {"rows": 500, "lanes": 2}, 1, id="lanes with a fixed number"),
+        pytest.param(True, {"rows": 1}, 2, id="a fixed number, one row"),
+        pytest.param(True, {"rows": 100}, 2, id="a fixed number"),
+    ],
+)
+def test_work_for_which_the_number_of_threads_is_known_measures_nothing(machine, fixed, work, in_use):
+    choice(machine, fixed=fixed).prepare(**work)
+    assert (machine.in_use, machine.measured) == (in_use, [])
 
 
-def test_few_rows_have_one_thread_and_nothing_is_measured(machine):
-    choice(machine).prepare(3)
-    assert (machine.in_use, machine.measured) == (1, [])
-
-
-def test_short_work_after_a_pause_has_one_thread(machine):
+@pytest.mark.parametrize("before", [{"rows": 63}, {"rows": 500, "lanes": 2}])
+def test_later_work_has_all_threads(machine, before):
     made = choice(machine)
-    made.prepare(63)
-    assert (machine.in_use, machine.measured) == (1, [])
+    made.prepare(**before)
     machine.now += PAUSE_S / 2
-    made.prepare(63)
+    made.prepare(63 if before["rows"] == 63 else 500)
     assert machine.in_use == 2
 
 
@@ -309,7 +322,7 @@ def test_it_measures_again_only_after_the_interval(machine):
     machine.now += INTERVAL_S - 0.01
     made.prepare(100)
     assert len(machine.measured) == measured
-    machine.seconds = {1: 1.0, 2: 30.0}
+    machine.seconds = BUSY
     machine.now += 0.02
     made.prepare(100)
     assert machine.in_use == 1
@@ -317,7 +330,7 @@ def test_it_measures_again_only_after_the_interval(machine):
 
 def test_on_a_busy_machine_it_measures_less_often_and_uses_all_threads_again(machine):
     made = choice(machine)
-    machine.seconds = {1: 1.0, 2: 30.0}
+    machine.seconds = BUSY
     made.prepare(100)
     measured = len(machine.measured)
     machine.seconds = {1: 1.0, 2: 0.6}
@@ -327,28 +340,6 @@ def test_on_a_busy_machine_it_measures_less_often_and_uses_all_threads_again(mac
     machine.now += BUSY_INTERVAL_S
     made.prepare(100)
     assert machine.in_use == 2
-
-
-def test_a_fixed_number_of_threads_is_always_used(machine):
-    made = choice(machine, fixed=True)
-    for rows in (1, 100):
-        made.prepare(rows)
-        assert (machine.in_use, machine.measured) == (2, [])
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_lanes_have_one_thread_each_and_later_steps_have_all(machine, fixed):
-    made = choice(machine, fixed=fixed)
-    made.prepare(500, lanes=2)
-    assert (machine.in_use, machine.measured) == (1, [])
-    made.prepare(500)
-    assert machine.in_use == 2
-
-
-def test_with_one_core_nothing_is_measured(machine):
-    made = choice(machine, 1)
-    made.prepare(500)
-    assert (made.current, machine.measured) == (1, [])
 
 
 def test_a_real_product_is_measured():

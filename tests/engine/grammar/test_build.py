@@ -109,18 +109,8 @@ def test_an_answer_ends_with_its_call_if_calls_are_not_parallel(compiler, tokeni
 
 def test_a_forced_answer_consists_of_a_limited_number_of_calls(compiler, tokenizer):
     forced = grammar_for(None, ToolUse(tools=TOOLS.tools, forced=True))
-    assert Reading(compiler, tokenizer, "Hello", forced).read == ""
-    assert Reading(compiler, tokenizer, f"{CALL}\n{CALL}", forced).may_end
     many = "\n".join([CALL] * 20)
     assert Reading(compiler, tokenizer, many, forced).read == "\n".join([CALL] * 16)
-
-
-def test_a_named_tool_is_called_once(compiler, tokenizer):
-    named = grammar_for(None, ToolUse(tools=TOOLS.tools, forced=True, only="time-of"))
-    other = CALL.replace("weather", "time-of")
-    assert Reading(compiler, tokenizer, CALL, named).read != CALL
-    reading = Reading(compiler, tokenizer, f"{other}\n{other}", named)
-    assert (reading.read, reading.constraint.complete) == (other, True)
 
 
 # JSON schemas

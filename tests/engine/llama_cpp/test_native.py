@@ -34,6 +34,7 @@ from tests.support.engines import (
     finish_answer,
     finish_with_logprobs,
     load_entry,
+    manager_with,
     numbers,
     pin,
     request,
@@ -84,8 +85,7 @@ def caller_gguf(tiny_gguf, tmp_path_factory):
 
 async def test_calls_in_the_models_own_format_are_parsed_and_have_ids_and_logprobs(caller_gguf, pieces):
     tokens = [START, pieces["look"], END, 2]
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(caller_gguf))
+    async with manager_with(entry_of(caller_gguf), LLAMA_SETTINGS) as manager:
         forced = replace(await forced_request(manager, chat(tools=ALL), tokens), top_logprobs=0)
         async with await manager.submit(forced) as stream:
             answer = merge_deltas([delta async for delta in stream])
@@ -102,8 +102,7 @@ async def test_special_tokens_are_parts_of_the_models_own_format_and_no_text(tin
     path = with_tokens(tiny_gguf, names, tmp_path / "tiny.gguf", FAMILIES["mistral"].template, special=True)
     (calls, arguments, outside, _), look, empty = range(3, 7), pieces["look"], pieces["Ġ{}"]
     tokens = [pieces["river"], outside, calls, look, arguments, empty, 2]
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(path))
+    async with manager_with(entry_of(path), LLAMA_SETTINGS) as manager:
         forced = await forced_request(manager, chat(tools=ALL), tokens)
         async with await manager.submit(forced) as stream:
             answer = merge_deltas([delta async for delta in stream])
@@ -116,8 +115,7 @@ async def test_an_answer_whose_missing_ids_cannot_be_found_ends_without_them(tin
     # llama.cpp reports only the last token of a character.
     tokens = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("😀").ids
     assert len(tokens) > 1
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(path))
+    async with manager_with(entry_of(path), LLAMA_SETTINGS) as manager:
         forced = await forced_request(manager, request(prompt=TextPrompt(text="It is")), tokens)
         # The vocabulary, in which the other tokens are looked up, is not read before it is needed.
         os.unlink(path)
@@ -132,8 +130,7 @@ async def test_nothing_of_a_model_stays_in_memory_after_its_unload(tiny_gguf):
         return [each for each in gc.get_objects() if isinstance(each, GrammarChecker)]
 
     before = {id(checker) for checker in checkers()}
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(tiny_gguf))
+    async with manager_with(entry_of(tiny_gguf), LLAMA_SETTINGS) as manager:
         await run(manager, answer_format=PLACE_FORMAT)
         # It refers to the vocabulary and the connection of the model.
         created = [weakref.ref(checker) for checker in checkers() if id(checker) not in before]
@@ -155,8 +152,7 @@ def test_a_recorded_answer_that_may_call_tools_is_scored_and_repeated(caller_ggu
 
 
 async def test_stop_strings_and_seeds_work_with_calls_in_the_models_own_format(caller_gguf):
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(caller_gguf))
+    async with manager_with(entry_of(caller_gguf), LLAMA_SETTINGS) as manager:
         tool_request = replace(chat(tools=ALL), sampling=Sampling(temperature=1, seed=4), max_tokens=20)
         # The values of a cached prompt are rounded differently from those of a computed one.
         await finish_answer(await manager.submit(tool_request))
@@ -177,8 +173,8 @@ async def test_a_file_may_have_a_template_for_chats_with_tools_and_a_token_that_
         TEMPLATE_KEY: f"{{{{ bos_token }}}}{shown}",
         f"{TEMPLATE_KEY}.tool_use": f"{shown} with {{{{ tools[0].function.name }}}}{{# <arg_key> #}}",
     }
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(with_values(tiny_gguf, tmp_path / "tiny.gguf", changes)))
+    entry = entry_of(with_values(tiny_gguf, tmp_path / "tiny.gguf", changes))
+    async with manager_with(entry, LLAMA_SETTINGS) as manager:
         prompts = [await manager.encode(chat(tools=tools)) for tools in (None, ALL)]
         decode = [lambda model, prompt=prompt: model.decode(prompt) for prompt in prompts]
         texts = [await manager.with_model(request(), each) for each in decode]
@@ -199,8 +195,7 @@ async def test_a_deterministic_load_gives_the_same_bits_with_other_requests_and_
         )
         for at in range(8)
     ]  # fmt: skip
-    async with ModelManager(settings) as manager:
-        await load_entry(manager, entry_of(tiny_gguf))
+    async with manager_with(entry_of(tiny_gguf), settings) as manager:
         assert manager.fingerprint.endswith("-batch-dependent")
         await load_entry(manager, entry_of(tiny_gguf), LoadSpec(model="tiny", deterministic=True))
         assert not manager.fingerprint.endswith("-batch-dependent")

@@ -112,8 +112,8 @@ async def test_the_previous_model_is_loaded_again_if_other_programs_use_the_memo
     (tmp_path / "memory.max").write_text(str(total))
     (tmp_path / "memory.current").write_text("0")
     budget = Budget(2**30, cgroups=tmp_path, membership=tmp_path / "none")
-    async with ModelManager(LLAMA_SETTINGS, budget=budget) as manager:
-        await load_entry(manager, entry, LoadSpec(model="long", context_length=512))
+    short = LoadSpec(model="long", context_length=512)
+    async with manager_with(entry, LLAMA_SETTINGS, spec=short, budget=budget) as manager:
         (tmp_path / "memory.current").write_text(str(total - needed - HEADROOM_BYTES + 1))
         message = r"needs 0\.\d\d GB more, and of the 0\.\d\d GB that are free .*; the previous .* is loaded again"
         with pytest.raises(OutOfMemoryError, match=message):
@@ -277,18 +277,21 @@ async def test_the_error_of_an_incomplete_set_of_files_names_the_missing_one(man
     assert third.exists()
 
 
-async def test_a_model_with_an_invalid_template_refuses_messages(tiny_gguf, tmp_path):
-    path = with_template(tiny_gguf, "{% for message in messages %}{{ message.content", tmp_path)
-    async with ModelManager(LLAMA_SETTINGS) as manager:
-        await load_entry(manager, entry_of(path))
-        with pytest.raises(InvalidRequestError, match="tiny refuses these messages: unexpected end of template"):
-            await run(manager, prompt=ChatPrompt(messages=({"role": "user", "content": "hi"},)))
-        assert (await run(manager))[1].output_tokens == 8
-
-
-async def test_a_model_without_a_template_refuses_messages(tiny_gguf, tmp_path):
-    async with manager_with(entry_of(with_template(tiny_gguf, None, tmp_path)), LLAMA_SETTINGS) as manager:
-        with pytest.raises(LabError, match="tiny has no chat template; send a prompt to /v1/completions instead"):
+@pytest.mark.parametrize(
+    ("template", "error", "message"),
+    [
+        (
+            "{% for message in messages %}{{ message.content",
+            InvalidRequestError,
+            "messages: unexpected end of template",
+        ),
+        (None, LabError, "tiny has no chat template; send a prompt to /v1/completions instead"),
+    ],
+    ids=["invalid", "none"],
+)
+async def test_a_model_without_a_valid_template_refuses_messages(tiny_gguf, tmp_path, template, error, message):
+    async with manager_with(entry_of(with_template(tiny_gguf, template, tmp_path)), LLAMA_SETTINGS) as manager:
+        with pytest.raises(error, match=message):
             await run(manager, prompt=ChatPrompt(messages=({"role": "user", "content": "hi"},)))
         assert (await run(manager))[1].output_tokens == 8
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.engine import EmbeddingRequest, ModelManager, TraceRequest
+from lmx_lab.engine import EmbeddingRequest, TraceRequest
 from lmx_lab.engine import memory as machine
 from lmx_lab.engine.memory import LEAST_BYTES, Budget
 from lmx_lab.engine.mlx import kv_cache, memory
@@ -26,7 +26,7 @@ from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.plan import LayerCache
 from lmx_lab.values.tracing import Activations
 from lmx_lab.weights.fingerprint import with_marks
-from tests.support.engines import finish, load_entry, numbers, request, run
+from tests.support.engines import finish, load_entry, manager_with, numbers, request, run
 from tests.support.waiting import WAIT_S, auntil
 
 GB = 10**9
@@ -215,8 +215,7 @@ class Shrinking(Budget):
 async def test_a_load_whose_memory_is_taken_by_other_programs_restores_the_previous_model(reads, tiny, smollm2):
     budget = Shrinking(None)
     budget.reads = 10**6
-    async with ModelManager(Settings(), budget=budget) as manager:
-        await load_entry(manager, tiny)
+    async with manager_with(tiny, Settings(), budget=budget) as manager:
         budget.reads = reads
         message = (
             r"(?s)smollm2-135m needs 0\.\d\d GB more, and of the 0\.10 GB that are free .*; the previous model tiny is"

@@ -236,14 +236,6 @@ async def test_a_pinned_model_that_cannot_be_restored_does_not_prevent_a_load(ti
     assert "pinned, which was pinned, could not be loaded again" in caplog.text
 
 
-async def test_a_model_that_is_loaded_and_pinned_is_in_memory_once(own_embedder, minilm):
-    used = own_embedder.snapshot.memory_used_bytes
-    await pin(own_embedder, minilm)
-    assert own_embedder.snapshot.memory_used_bytes == used
-    assert await own_embedder.unload() == 0
-    assert (await vectors(own_embedder, SENTENCES[0])).shape == (1, 384)
-
-
 async def test_errors_of_embedding_requests_do_not_keep_the_model_in_memory(own_embedder):
     kept = []
     for refused in (
