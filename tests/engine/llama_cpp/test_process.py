@@ -280,11 +280,7 @@ async def test_the_error_of_an_incomplete_set_of_files_names_the_missing_one(man
 @pytest.mark.parametrize(
     ("template", "error", "message"),
     [
-        (
-            "{% for message in messages %}{{ message.content",
-            InvalidRequestError,
-            "messages: unexpected end of template",
-        ),
+        ("{% for message in messages %}{{ message.content", InvalidRequestError, "unexpected end of template"),
         (None, LabError, "tiny has no chat template; send a prompt to /v1/completions instead"),
     ],
     ids=["invalid", "none"],
