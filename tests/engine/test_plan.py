@@ -492,22 +492,15 @@ async def test_a_hub_that_fails_is_an_error_with_its_reason(hub, tmp_path, tiny)
 
 
 async def test_a_header_that_states_another_size_is_refused(tmp_path, tiny, tiny_gguf):
-    for path, name in ((tiny.path / "model.safetensors", "short/model.safetensors"), (tiny_gguf, "short.gguf")):
-        short = tmp_path / name
-        short.parent.mkdir(exist_ok=True)
-        if path.parent == tiny.path:
-            for other in tiny.path.iterdir():
-                (short.parent / other.name).write_bytes(other.read_bytes())
-        short.write_bytes(path.read_bytes()[:-1000])
+    folder, file = shutil.copytree(tiny.path, tmp_path / "short"), shutil.copy(tiny_gguf, tmp_path / "short.gguf")
+    for path, weights in ((folder, folder / "model.safetensors"), (file, file)):
+        os.truncate(weights, weights.stat().st_size - 1000)
         with pytest.raises(UnusableModelError, match=r"is truncated: it has \d+ bytes, and \d+ by its header"):
-            await plan(short if short.suffix == ".gguf" else short.parent, tmp_path)
+            await plan(path, tmp_path)
 
 
 async def test_a_model_that_no_engine_runs_is_refused(tmp_path, tiny):
-    folder = tmp_path / "unknown"
-    folder.mkdir()
-    for file in tiny.path.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(tiny.path, tmp_path / "unknown")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "zzzzz"}))
     with pytest.raises(UnusableModelError, match="zzzzz"):

@@ -14,9 +14,9 @@ from huggingface_hub import constants, file_download
 
 from lmx_lab.errors import DownloadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, hub_download
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.hub import MARKER, mark_unverified
-from tests.support.hub import REPO, git_id, hub_with, instead, whole
+from tests.support.hub import REPO, git_id, hub_with, instead, use_hub, whole
 from tests.support.models import LLAMA, safetensors_bytes, write_json
 from tests.support.waiting import until
 
@@ -81,8 +81,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def catalog(tmp_path, cache, server, monkeypatch):
-    real = hub_download.download
-    monkeypatch.setattr(hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+    use_hub(server, monkeypatch)
     # Shorten the pauses and timeouts of huggingface_hub.
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)

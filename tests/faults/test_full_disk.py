@@ -17,12 +17,12 @@ from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.engine.prefix_files import PrefixFiles, StoredPrefix, TensorSpec
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog, hub_download
+from lmx_lab.weights import Catalog
 from lmx_lab.weights.fingerprint import with_marks
 from lmx_lab.wire.events import ToolOutput
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
 from tests.support.daemons import Program
-from tests.support.hub import REPO, git_id, hub_with, whole
+from tests.support.hub import REPO, git_id, hub_with, use_hub, whole
 from tests.support.labs import serving
 
 NUMBERS = re.compile(r"\d+ bytes are free")
@@ -83,10 +83,7 @@ def test_a_download_that_fills_the_disk_is_507_and_succeeds_when_space_is_free(d
         handler.wfile.write(data[len(data) // 2 :])
 
     with hub_with(tiny.path) as server, serving(tiny_home, None, disk_reserve_bytes=0) as lab:
-        real = hub_download.download
-        monkeypatch.setattr(
-            hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options)
-        )
+        use_hub(server, monkeypatch)
         server.faults["model.safetensors"] = half_then_full
         answer = httpx2.post(f"{lab.url}/admin/models/load", json={"model": REPO}, timeout=CHAT_WAIT_S)
         message = refused(answer, 507, "storage-full")["message"]

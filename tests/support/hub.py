@@ -12,6 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
+from lmx_lab.weights import hub_download
 from lmx_lab.weights.starters import Starter
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -146,6 +149,12 @@ def announced(name: str, data: bytes) -> dict[str, Any]:
 def hub_with(model: Path) -> Hub:
     """Return a hub with the files of a model. It is a context manager."""
     return Hub({path.name: path.read_bytes() for path in model.iterdir()})
+
+
+def use_hub(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a server the hub from which the tests download."""
+    real = hub_download.download
+    monkeypatch.setattr(hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
 
 
 def write_starter(wheels: Path, id_: str, files: Mapping[str, bytes]) -> Starter:

@@ -13,7 +13,7 @@ from lmx_lab.server.ollama_models import Downloads
 from lmx_lab.weights import hub_download
 from lmx_lab.weights.hub import mark_unverified, mark_verified
 from tests.support.gguf import gguf_bytes
-from tests.support.hub import failing, hub_with
+from tests.support.hub import failing, hub_with, use_hub
 
 
 @pytest.fixture
@@ -26,8 +26,7 @@ def server(tmp_path, make_model):
 @pytest.fixture
 def catalog(catalog, server, monkeypatch):
     """Return the catalog with the local server as the hub."""
-    real = hub_download.download
-    monkeypatch.setattr(hub_download, "download", lambda *args, **options: real(*args, endpoint=server.url, **options))
+    use_hub(server, monkeypatch)
     return catalog
 
 
