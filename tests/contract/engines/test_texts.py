@@ -133,11 +133,17 @@ async def test_a_text_that_is_too_long_is_refused_or_truncated(embedder):
 
 
 @pytest.mark.parametrize(
-    ("text", "param"), [((), "input.0"), ((5, 10**9), "input.0"), ((-1,), "input.0"), ("\ud800", "input.0")]
+    ("text", "problem"),
+    [
+        ((), "is empty"),
+        ((5, 10**9), "has the token id 1000000000; minilm-l6 knows 0 to"),
+        ((-1,), "has the token id -1; minilm-l6 knows 0 to"),
+        ("a \ud800", r"has the lone surrogate '\\ud800'"),
+    ],
 )
-async def test_invalid_inputs_are_refused(embedder, text, param):
-    with invalid(param):
-        await vectors(embedder, text)
+async def test_an_invalid_input_is_refused_by_its_index(embedder, text, problem):
+    with invalid("input.1", rf"^input\.1 {problem}"):
+        await vectors(embedder, "sea", text)
 
 
 async def test_input_types_are_supported_or_refused_as_the_capabilities_state(embedder):

@@ -1,4 +1,6 @@
-"""What the echo engine says; what it has in common with the other engines is in ``tests/contract/engines``."""
+"""What the echo engine says. What it has in common with the other engines is in ``tests/contract/engines``; calls,
+and errors after a text, are in ``tests/contract/formats``.
+"""
 
 import asyncio
 import json
@@ -13,7 +15,6 @@ from lmx_lab.engine import AnswerFormat, ChatPrompt, EmbeddingRequest, ModelMana
 from lmx_lab.engine.echo.model import END, FIRST_BYTE, LONGEST_PIECE, EchoVocabulary
 from lmx_lab.errors import (
     ContextLengthError,
-    EngineError,
     GenerationTimeoutError,
     InvalidRequestError,
     QueueFullError,
@@ -24,19 +25,16 @@ from lmx_lab.values.models import ECHO
 from lmx_lab.values.steering import SteeringVector
 from tests.support.asking import invalid
 from tests.support.engines import (
-    ONLY_WAIT,
     PLACE_FORMAT,
     PLACE_TOOLS,
     chat_request,
     finish_answer,
-    is_place,
     load_entry,
     manager_with,
 )
 from tests.support.programs import run_script
 
 pytestmark = pytest.mark.anyio
-CALL = '<tool_call>\n{"name": "look", "arguments": {"kind": "river", "wet": true}}\n</tool_call>'
 ARGUMENTS = '{"kind": "river", "wet": true}'
 
 
@@ -64,22 +62,10 @@ async def test_the_last_message_is_repeated_whatever_its_role(manager):
 
 async def test_a_message_may_contain_reasoning(manager):
     result = await run(manager, content="<think>Is it?</think>It is.")
-    assert (result.reasoning, result.text) == ("Is it?", "It is.")
-    assert result.report.reasoning_tokens == 10
-    plain = await run(manager, content="<think>Is it?</think>It is.", enable_thinking=False)
-    assert (plain.reasoning, plain.text) == ("", "<think>Is it?</think>It is.")
+    assert (result.reasoning, result.text, result.report.reasoning_tokens) == ("Is it?", "It is.", 10)
     short = await run(manager, content="<think>Is it, or is it not?</think>It is.", thinking_budget=3)
     assert "Is it, or is it not?".startswith(short.reasoning.strip())
     assert len(short.reasoning) < 12
-
-
-async def test_a_message_may_contain_calls_of_offered_tools(manager):
-    result = await run(manager, content=f"Look.\n{CALL}", tools=PLACE_TOOLS)
-    assert (result.text, result.calls, result.reason) == ("Look.", [("look", ARGUMENTS)], "tool_calls")
-    assert (await run(manager, content=CALL)).text == CALL
-    forced = await run(manager, content="Anything", tools=ONLY_WAIT)
-    assert [name for name, _ in forced.calls] == ["wait"]
-    assert is_place(forced.calls[0][1])
 
 
 async def test_an_answer_in_a_format_is_short_and_reproducible(manager):
@@ -159,20 +145,10 @@ async def test_a_refused_request_does_not_use_an_answer_of_the_script(scripted):
     assert [(await finish_answer(stream)).text for stream in streams] == ["Last."] * 3
 
 
-async def test_a_scripted_error_occurs_at_once_or_after_its_text(scripted):
-    manager = await scripted({"error": "later", "code": "queue-full"}, {"text": "Half", "error": "broken"})
+async def test_a_scripted_error_without_a_text_occurs_at_once(scripted):
+    manager = await scripted({"error": "later", "code": "queue-full"})
     with pytest.raises(QueueFullError, match="later"):
         await manager.submit(chat_request())
-    stream = await manager.submit(chat_request())
-    pieces = []
-
-    async def lengths():
-        async for delta in stream:
-            pieces.append(delta.text)
-
-    with pytest.raises(EngineError, match="broken"):
-        await lengths()
-    assert "".join(pieces) == "Half"
 
 
 async def test_a_request_ends_at_its_deadline_before_a_later_error_of_the_script(scripted):

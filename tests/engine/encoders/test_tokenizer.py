@@ -106,20 +106,6 @@ def test_a_text_of_few_tokens_is_used_whole_unless_it_has_far_too_many_character
         pairs_of(model, spaces, ["cat"], truncate=truncate)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("a \ud800", r"input\.1 has the lone surrogate '\\ud800'"),
-        ((5, 99999), r"input\.1 has the token id 99999; tiny-bert knows 0 to 226"),
-        ((-1,), r"input\.1 has the token id -1"),
-        ((), r"input\.1 is empty"),
-    ],
-)
-def test_an_invalid_input_is_refused_by_its_index(bert, wrong, message):
-    with pytest.raises(InvalidRequestError, match=message):
-        tokens(bert(), "cat", wrong)
-
-
 def test_a_text_without_tokens_is_refused(qwen3):
     model = qwen3(tokenizer={"tokenizer": tiny_tokenizer(frame=False)})
     with pytest.raises(InvalidRequestError, match=r"input\.0 is empty"):
