@@ -1,23 +1,16 @@
 """Draw values with each renderer of figures, and read what the figure shows."""
 
-from __future__ import annotations
-
 import base64
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import ErrorbarContainer
-from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
-from numpy.typing import NDArray
 
 from benchmarks import curves, page
 from benchmarks.report import Row
@@ -50,7 +43,7 @@ class Box:
     right: float
     bottom: float
 
-    def contains(self, place: Place) -> bool:
+    def contains(self, place):
         # Coordinates in an SVG have one decimal.
         return self.left - 0.1 <= place[0] <= self.right + 0.1 and self.top - 0.1 <= place[1] <= self.bottom + 0.1
 
@@ -87,15 +80,15 @@ class Renderer:
     """
 
     name: str
-    can: frozenset[str] = frozenset()
+    can = frozenset()
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> Any:
+    def draw(self, values, name=NAME):
         raise NotImplementedError
 
-    def pictures(self, figure: Any) -> Iterator[Picture]:
+    def pictures(self, figure):
         raise NotImplementedError
 
-    def texts(self, figure: Any) -> str:
+    def texts(self, figure):
         """Return all texts of a figure that a reader sees."""
         raise NotImplementedError
 
@@ -103,22 +96,22 @@ class Renderer:
 class Html(Renderer):
     """Figures that are HTML with one SVG, or with several, of which the first is read."""
 
-    def pictures(self, figure: str) -> Iterator[Picture]:
+    def pictures(self, figure):
         if (root := parse_svg(figure)) is not None:
             left, top, width, height = map(float, root.get("viewBox", "").split())
             page = Box(left=left, top=top, right=left + width, bottom=top + height)
             yield self._picture(root, page, [text for text in map(inner_text, root.iter(f"{SVG}text")) if text])
 
-    def texts(self, figure: str) -> str:
+    def texts(self, figure):
         return " ".join(
             [*re.findall(r"<(?:p|div)>(.*?)<", figure), *(t for each in self.pictures(figure) for t in each.texts)]
         )
 
-    def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
+    def _picture(self, root, page, texts):
         raise NotImplementedError
 
 
-def svg_of(html: str) -> str:
+def svg_of(html):
     """Return the first SVG of a figure, also of an image, with its namespace; empty if there is none."""
     if image := re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html):
         html = base64.b64decode(image[1]).decode()
@@ -129,12 +122,12 @@ def svg_of(html: str) -> str:
     return found[0] if "xmlns=" in found[0] else found[0].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
 
 
-def parse_svg(html: str) -> ElementTree.Element | None:
+def parse_svg(html):
     """Return the first SVG of a figure; None if there is none."""
     return ElementTree.fromstring(svg) if (svg := svg_of(html)) else None
 
 
-def drawn_texts(drawn: Figure | str) -> list[tuple[str, Bbox]]:
+def drawn_texts(drawn):
     """Return the texts of a figure with their boxes, without the labels of ticks that are outside of the axes. The
     first box is that of the figure.
     """
@@ -152,29 +145,29 @@ def drawn_texts(drawn: Figure | str) -> list[tuple[str, Bbox]]:
     return [("", figure.bbox), *((text.get_text(), text.get_window_extent()) for text in shown)]
 
 
-def inner_text(element: ElementTree.Element) -> str:
+def inner_text(element):
     return "".join(element.itertext())
 
 
-def steps(path: ElementTree.Element) -> list[Place]:
+def steps(path):
     return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", path.get("d", ""))]
 
 
-def heights(places: Sequence[Place], area: Box) -> list[float]:
+def heights(places, area):
     return [(area.bottom - y) / (area.bottom - area.top) for _, y in places]
 
 
 class Line(Html):
     name, can = "line chart", frozenset({"empty", "large", "missing", "ratio", "line", "name"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         return self.chart(values, name).svg()
 
-    def chart(self, values: Sequence[float], name: str = NAME, *, first: float = 0.0) -> LineChart:
+    def chart(self, values, name=NAME, *, first=0.0):
         times = [first + at for at in range(len(values))]
         return LineChart(key="k", title="Speed", unit="tok/s", at=times, series=[Series(name=name, values=values)])
 
-    def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
+    def _picture(self, root, page, texts):
         area = Box(
             left=figures.LEFT,
             top=figures.TOP,
@@ -192,19 +185,19 @@ class Line(Html):
 class LineImage(Line):
     name = "line chart as an image"
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         return self.chart(values, name).image_html()
 
 
 class ProbeChart(Html):
     name, can = "probe", frozenset({"ratio", "line"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         run = ProbeRun(["one", "two", "three", "four"], [0, 1, 0, 1], folds=2)
         layers = {layer: [value * 0.9, value * 1.1] for layer, value in enumerate(values)}
         return Probe(layers, run, LayerActivations(4, list(layers), 1))._repr_html_()
 
-    def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
+    def _picture(self, root, page, texts):
         area = Box(
             left=probes.LEFT, top=probes.TOP, right=probes.WIDTH - probes.RIGHT, bottom=probes.HEIGHT - probes.BOTTOM
         )
@@ -221,11 +214,11 @@ class Cells(Html):
 
     name, can = "heat map", frozenset({"empty", "large", "missing", "ratio", "name"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         columns = [str(at) for at in range(len(values))]
         return HeatMap(title="Values", values=[values], rows=[name], columns=columns, row_axis="row").svg()
 
-    def _picture(self, root: ElementTree.Element, page: Box, texts: Sequence[str]) -> Picture:
+    def _picture(self, root, page, texts):
         (area, _), *cells = map(rectangle, root.iter(f"{SVG}rect"))
         corners = [corner for box, _ in cells for corner in ((box.left, box.top), (box.right, box.bottom))]
         known = [(box, color) for box, color in cells if color not in ("#ddd", "#ffffff")]
@@ -237,18 +230,18 @@ class Cells(Html):
 class CellsWithValues(Cells):
     name = "heat map with values"
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         columns = [str(at) for at in range(len(values))]
         drawn = HeatMap(title="Values", values=[values], rows=[name], columns=columns, row_axis="row", unit="unit")
         return drawn.with_values().svg()
 
 
-def rectangle(element: ElementTree.Element) -> tuple[Box, str]:
+def rectangle(element):
     x, y, width, height = (float(element.get(name, "")) for name in ("x", "y", "width", "height"))
     return Box(left=x, top=y, right=x + width, bottom=y + height), element.get("fill", "")
 
 
-def trace(values: Sequence[float], name: str, details: dict[str, Any], **arrays: Any) -> Trace:
+def trace(values, name, details, **arrays):
     """Return the result of a trace of a text with a token for each value."""
     places = range(len(values))
     return Trace(
@@ -263,7 +256,7 @@ def trace(values: Sequence[float], name: str, details: dict[str, Any], **arrays:
 class Attention(Cells):
     name, can = "attention", frozenset({"ratio", "name"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         pattern = np.zeros((len(values), 1, len(values)))
         pattern[-1:] = values
         return AttentionPattern(
@@ -274,7 +267,7 @@ class Attention(Cells):
 class Patching(Cells):
     name, can = "patching", frozenset({"large", "missing", "ratio", "name"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         details = {"names": ["blocks.0.hook_resid_post"], "heads": [None], "clean": [1.0, 0.0], "corrupt": [0.0, 0.0]}
         return PatchSweep(trace(values, name, details, logits=[[[value, 0.0] for value in values]]))._repr_html_()
 
@@ -282,7 +275,7 @@ class Patching(Cells):
 class Attribution(Cells):
     name, can = "attribution", frozenset({"large", "ratio", "name"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         details = {"logit": 1.0, "embedding": 0.0, "bias": 0.0}
         given = trace(values, name, details, heads=[values], attention=[0.0], mlp=[0.0])
         return LogitAttribution(given, label="' Paris' minus ' Rome'")._repr_html_()
@@ -291,7 +284,7 @@ class Attribution(Cells):
 class Lens(Cells):
     name, can = "logit lens", frozenset({"ratio", "name"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> str:
+    def draw(self, values, name=NAME):
         logprobs = [[[math.log(value) if value else -math.inf] for value in values]]
         given = trace(values, name, {"texts": {"0.0": " word"}}, ids=np.zeros_like(logprobs), logprobs=logprobs)
         return LogitLensTable(given)._repr_html_()
@@ -300,7 +293,7 @@ class Lens(Cells):
 class Matplotlib(Renderer):
     """Figures of matplotlib, each of whose axes shows the values."""
 
-    def pictures(self, figure: Figure) -> Iterator[Picture]:
+    def pictures(self, figure):
         pixels_of(figure)
         for axes in figure.axes:
             box, height = axes.bbox, figure.bbox.height
@@ -321,31 +314,31 @@ class Matplotlib(Renderer):
                 texts=texts_of(figure),
             )
 
-    def texts(self, figure: Figure) -> str:
+    def texts(self, figure):
         return " ".join(texts_of(figure))
 
 
-def points_of(axes: Axes) -> list[NDArray[np.float64]]:
+def points_of(axes):
     """Return the coordinates of the values of each line and each bar."""
     lines = [np.asarray(line.get_xydata()) for line in axes.lines if line.get_marker() in page.MARKERS]
     bars = [np.array([[bar.get_x() + bar.get_width() / 2, bar.get_height()]]) for bar in axes.patches]
     return [*lines, *bars]
 
 
-def pixels_of(figure: Figure) -> NDArray[np.uint8]:
+def pixels_of(figure):
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())
 
 
-def places_of(axes: Axes, points: Any) -> list[Place]:
+def places_of(axes, points):
     """Return the pixels of points of the data that are finite."""
     placed = axes.transData.transform(np.asarray(points, float).reshape(-1, 2))
     height = axes.figure.bbox.height
     return [(float(x), float(height - y)) for x, y in placed if math.isfinite(y)]
 
 
-def texts_of(figure: Figure) -> list[str]:
+def texts_of(figure):
     return [text.get_text() for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
 
 
@@ -353,13 +346,13 @@ class Concurrency(Matplotlib):
     """Two plots of the values, each of which is the median of seven requests."""
 
     name, can = "by_concurrency", frozenset({"empty", "large", "missing", "ratio", "line", "name"})
-    plot: Callable[..., Figure] = staticmethod(by_concurrency)
+    plot = staticmethod(by_concurrency)
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+    def draw(self, values, name=NAME):
         cases = [{"target": name, "concurrency": 2**at} for at in range(len(values))]
         return self.bench(values, cases)
 
-    def bench(self, values: Sequence[float], cases: Sequence[dict[str, Any]]) -> Figure:
+    def bench(self, values, cases):
         samples = [
             sample(**case, **dict.fromkeys(METRICS, None if math.isnan(value) else value * factor))
             for value, case in zip(values, cases, strict=True)
@@ -370,23 +363,23 @@ class Concurrency(Matplotlib):
 
 class PromptLength(Concurrency):
     name = "by_prompt_length"
-    plot: Callable[..., Figure] = staticmethod(by_prompt_length)
+    plot = staticmethod(by_prompt_length)
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+    def draw(self, values, name=NAME):
         return self.bench(values, [{"target": name, "prompt_tokens_wanted": 16 * 2**at} for at in range(len(values))])
 
 
 class Bars(Concurrency):
     name, can = "by_concurrency with one value", frozenset({"large", "missing", "ratio", "name"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+    def draw(self, values, name=NAME):
         return self.bench(values, [{"target": f"{name}{at or ''}"} for at in range(len(values))])
 
 
 class Calibration(Matplotlib):
     name, can = "calibration", frozenset({"empty", "line", "name"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+    def draw(self, values, name=NAME):
         facts = RunFacts(
             at=0, name=name, model="m", engine="echo", weights="", settings={}, frame="", versions={}, machine=""
         )
@@ -411,7 +404,7 @@ class Calibration(Matplotlib):
 class Curves(Matplotlib):
     name, can = "benchmarks page", frozenset({"large", "line"})
 
-    def draw(self, values: Sequence[float], name: str = NAME) -> Figure:
+    def draw(self, values, name=NAME):
         rows = [
             Row(figure=curves.STREAMS, case="", model="m", value=value, detail={"server": name, "x": 2**at})
             for at, value in enumerate(values)
@@ -419,7 +412,7 @@ class Curves(Matplotlib):
         return page.chart(curves.STREAMS, rows)
 
 
-RENDERERS: Sequence[Renderer] = (
+RENDERERS = (
     Line(),
     LineImage(),
     ProbeChart(),

@@ -1,18 +1,12 @@
 """Compare the responses of a running server with its OpenAPI document."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import schemathesis
-from schemathesis.core.transport import Response
-from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 EXAMPLES = int(os.environ.get("LMX_LAB_EXAMPLES", "8"))
 """Number of generated requests and chains of requests for each operation, in addition to those that follow from the
@@ -21,10 +15,10 @@ SEED = 1
 WAIT_S = 270.0 * max(1, EXAMPLES // 8)
 
 
-def code_of(body: Any) -> str:
+def code_of(body):
     """Return the code in the body of an error, also in that of Ollama's API."""
     error = body["error"]
-    code: str = error["code"] if isinstance(error, dict) else body["code"]
+    code = error["code"] if isinstance(error, dict) else body["code"]
     return code
 
 
@@ -36,16 +30,16 @@ class OpenApiContract:
         key: The API key for every request; a server without a key accepts any.
     """
 
-    def __init__(self, url: str, *, key: str = "any") -> None:
+    def __init__(self, url, *, key="any"):
         self.url = url
         self.headers = {"Authorization": f"Bearer {key}"}
         # The checks for each operation.
         self._config = Path(__file__).with_name("daemon.toml" if "/v3/" in url else "server.toml")
-        self.schema: OpenApiSchema = schemathesis.openapi.from_url(
+        self.schema = schemathesis.openapi.from_url(
             url, headers=self.headers, config=schemathesis.Config.from_path(self._config)
         )
 
-    def generate(self, *options: str, examples: int = EXAMPLES) -> str:
+    def generate(self, *options, examples=EXAMPLES):
         """Run schemathesis with a fixed seed and return its output.
 
         Raises:
@@ -68,16 +62,7 @@ class OpenApiContract:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        at: Mapping[str, str] | None = None,
-        query: Mapping[str, Any] | None = None,
-        body: Any = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Response:
+    def request(self, method, path, *, at=None, query=None, body=None, headers=None):
         """Send one request and check that the response matches the document.
 
         Args:
@@ -87,13 +72,13 @@ class OpenApiContract:
         Raises:
             AssertionError: the response differs from the document.
         """
-        parts: dict[str, Any] = {"query": dict(query or {}), "path_parameters": dict(at or {})}
+        parts = {"query": dict(query or {}), "path_parameters": dict(at or {})}
         if body is not None:
             parts |= {"body": body, "media_type": "application/json"}
         case = self.schema[path][method].Case(**parts)
         return case.call_and_validate(headers=self.headers if headers is None else dict(headers))
 
-    def operations(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    def operations(self):
         """Yield the method, the path and the definition of all operations."""
         for path, methods in self.schema.raw_schema["paths"].items():
             for method, operation in methods.items():

@@ -6,8 +6,6 @@ FOLDER is the starter ``minilm-l6`` in the lab's store. Mean pooling and normali
 model's ``modules.json`` defines them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -29,7 +27,7 @@ TEXTS = (
 )
 
 
-def main(folder: Path) -> None:
+def main(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     vectors = []

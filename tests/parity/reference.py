@@ -1,17 +1,10 @@
 """Create small random models with transformers, and compute reference results with PyTorch."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
 
-from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
+from lmx_lab.engine.encoders import load_encoder
 from lmx_lab.engine.texts import TextTokens
-from lmx_lab.values.outputs import Vectors
 from tests.support.models import entry, run, write_json, write_tokenizer
 
 TOLERANCE = 1e-4
@@ -26,7 +19,7 @@ SIZES = {
 }
 
 
-def save(folder: Path, model: Any, files: Mapping[str, Any]) -> LoadedEncoder:
+def save(folder, model, files):
     """Save a transformers model with a tokenizer, and load it with the lab."""
     model.save_pretrained(folder)
     write_tokenizer(folder, model_max_length=10**30)
@@ -34,7 +27,7 @@ def save(folder: Path, model: Any, files: Mapping[str, Any]) -> LoadedEncoder:
     return load_encoder(entry(folder), limit_bytes=2**40)
 
 
-def build(kind: type, config: Any, *, seed: int = 0) -> Any:
+def build(kind, config, *, seed=0):
     """Create a model with weights, biases and norms so large that errors are visible."""
     torch.manual_seed(seed)
     model = kind(config).eval()
@@ -44,13 +37,13 @@ def build(kind: type, config: Any, *, seed: int = 0) -> Any:
     return model
 
 
-def texts(*lengths: int, vocabulary: int = 400, seed: int = 0) -> list[TextTokens]:
+def texts(*lengths, vocabulary=400, seed=0):
     """Return random texts of these lengths in tokens."""
     random = np.random.default_rng(seed)
     return [TextTokens(tuple(int(n) for n in random.integers(5, vocabulary, length))) for length in lengths]
 
 
-def padded(batch: Sequence[TextTokens], pad: int = 0) -> dict[str, Any]:
+def padded(batch, pad=0):
     """Return a batch as inputs of a transformers model, padded on the right."""
     longest = max(len(text.tokens) for text in batch)
     rows = [[*text.tokens, *[pad] * (longest - len(text.tokens))] for text in batch]
@@ -58,17 +51,17 @@ def padded(batch: Sequence[TextTokens], pad: int = 0) -> dict[str, Any]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
 
 
-def mean(hidden: Any, mask: Any) -> Vectors:
+def mean(hidden, mask):
     """Return the mean of the hidden states of each text, without padding."""
     weights = mask[..., None].float()
     return np.asarray(((hidden * weights).sum(1) / weights.sum(1)).numpy())
 
 
-def last(hidden: Any, mask: Any) -> Vectors:
+def last(hidden, mask):
     """Return the hidden state of the last token of each text."""
     return np.asarray(hidden[torch.arange(len(mask)), mask.sum(1) - 1].numpy())
 
 
-def check(loaded: LoadedEncoder, batch: Sequence[TextTokens], expected: Vectors) -> None:
+def check(loaded, batch, expected):
     """Assert that the lab's results for a batch equal the expected ones within ``TOLERANCE``."""
     np.testing.assert_allclose(run(loaded.forward(batch)), expected, atol=TOLERANCE)

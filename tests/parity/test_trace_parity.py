@@ -1,10 +1,7 @@
 """Compare traces of small random models with the hidden states, attentions and logits of transformers on PyTorch."""
 
-from __future__ import annotations
-
 import inspect
 import json
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -38,7 +35,7 @@ SIZES = {
     "attn_implementation": "eager",
 }
 WINDOW = {"sliding_window": 8, "head_dim": 8}
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "Llama": {},
     # mlx-lm has another default than transformers.
     "Qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},

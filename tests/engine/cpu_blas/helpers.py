@@ -1,7 +1,5 @@
 """Skip conditions, and running code in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -19,7 +17,7 @@ needs_x86 = pytest.mark.skipif(
 )
 
 
-def run(code: str, **environ: str) -> str:
+def run(code, **environ):
     """Run Python code in a new process without OPENBLAS variables; return what it prints."""
     unset = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS")}
     done = subprocess.run(

@@ -70,7 +70,7 @@ def test_the_function_is_replaced_with_the_blas_and_restored_with_it(library):
         ("CODE", b"\xc3" + machine_code.CODE[1:], "the results differ"),
     ],
 )
-def test_another_processor_or_build_of_mlx_keeps_its_function(monkeypatch, library, name, value, reason: str):
+def test_another_processor_or_build_of_mlx_keeps_its_function(monkeypatch, library, name, value, reason):
     monkeypatch.setattr(machine_code, name, value)
     with pytest.raises(OSError, match=reason):
         machine_code.Exponential(library).replace()

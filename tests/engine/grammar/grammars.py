@@ -1,13 +1,9 @@
 """Helpers of the grammar tests: a real vocabulary, grammars and a reader."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 from lmx_lab.engine import AnswerFormat, Tool, ToolUse
-from lmx_lab.engine.grammar.build import ReasoningSection, build_grammar
-from lmx_lab.engine.grammar.compile import GrammarCompiler
+from lmx_lab.engine.grammar.build import build_grammar
 from lmx_lab.engine.grammar.mask import Constraint
 from tests.support.engines import matchers_of
 
@@ -23,13 +19,11 @@ TOOLS = ToolUse(tools=(Tool(name="weather", parameters=CITY), Tool(name="time-of
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
-def schema(value: Any) -> AnswerFormat:
+def schema(value):
     return AnswerFormat(kind="json_schema", text=json.dumps(value))
 
 
-def grammar_for(
-    answer_format: AnswerFormat | None, tools: ToolUse | None = None, reasoning: ReasoningSection | None = None
-) -> str:
+def grammar_for(answer_format, tools=None, reasoning=None):
     text = build_grammar(answer_format, tools, reasoning, markers={})
     assert text is not None
     return text
@@ -38,7 +32,7 @@ def grammar_for(
 class Reading:
     """Feeds a text to a grammar token by token, as far as the masks allow."""
 
-    def __init__(self, compiler: GrammarCompiler, tokenizer: Any, text: str, grammar: str) -> None:
+    def __init__(self, compiler, tokenizer, text, grammar):
         (matcher,) = matchers_of(compiler, grammar)
         self.constraint = Constraint(matcher, None)
         self.read = ""

@@ -26,7 +26,7 @@ from lmx_lab.engine import (
 from lmx_lab.engine.llama_cpp.grammar import GrammarChecker
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.values.models import LoadSpec
-from lmx_lab.values.outputs import Delta, TokenLogprob, merge_deltas
+from lmx_lab.values.outputs import Delta, merge_deltas
 from tests.support.engines import (
     LLAMA_SETTINGS,
     PLACE_FORMAT,
@@ -200,7 +200,7 @@ async def test_a_deterministic_load_gives_the_same_bits_with_other_requests_and_
         await load_entry(manager, entry_of(tiny_gguf), LoadSpec(model="tiny", deterministic=True))
         assert not manager.fingerprint.endswith("-batch-dependent")
 
-        async def answer(each: GenerationRequest) -> tuple[str, list[TokenLogprob]]:
+        async def answer(each):
             return await finish_with_logprobs(await manager.submit(each))
 
         alone = [await answer(each) for each in requests]

@@ -1,10 +1,7 @@
 """Models with other caches than keys and values have the same answers alone, in a batch and with a cached prefix."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from tests.support.models import write_mlx_model
 
 pytestmark = pytest.mark.anyio
 SHARED = {"vocab_size": 49152, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 1024}
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "mamba": {
         "model_type": "mamba",
         "intermediate_size": 64,

@@ -1,42 +1,33 @@
 """Divide texts into tokens and feed them to a splitter, with the formats of mlx-lm's tool parsers."""
 
-from __future__ import annotations
-
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
-from lmx_lab.engine.text.splitter import SplitText, TextSplitter
+from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.text.tool_calls import CallFormat
 from tests.support.engines import merge
 
 THOUGHTS = ("<think>", "</think>")
 
 
-def tool_parser(name: str) -> ModuleType:
+def tool_parser(name):
     """Load one of mlx-lm's tool parsers, without the import of mlx-lm, which takes a second."""
-    package = find_spec("mlx_lm")
-    assert package is not None
-    assert package.origin is not None
-    spec = spec_from_file_location(name, Path(package.origin).with_name("tool_parsers") / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
+    package = Path(find_spec("mlx_lm").origin)
+    spec = spec_from_file_location(name, package.with_name("tool_parsers") / f"{name}.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def require_linear(work: Callable[[int], object], few: int) -> None:
+def require_linear(work, few):
     """Check that the time of a work for a count is at most linear: quadratic time would be 400 times as long."""
 
-    def seconds(count: int) -> float:
+    def seconds(count):
         begun = time.thread_time()
         work(count)
         return time.thread_time() - begun
@@ -47,7 +38,7 @@ def require_linear(work: Callable[[int], object], few: int) -> None:
 class Tokens:
     """A text as tokens that end at the given bytes. Each special token is a token of its own, which decoding skips."""
 
-    def __init__(self, text: str, cuts: Iterable[int], specials: Collection[str] = ()) -> None:
+    def __init__(self, text, cuts, specials=()):
         data, self.special_at = text.encode(), set[int]()
         edges = {0, len(data), *(cut for cut in cuts if 0 < cut < len(data))}
         for found in self._find(text, specials):
@@ -59,11 +50,11 @@ class Tokens:
         at = [start in self.special_at for start, _ in pairwise(self.edges)]
         self.literals = {i: chunk.decode() for i, chunk in enumerate(self.chunks) if at[i]}
 
-    def _find(self, text: str, specials: Collection[str]) -> Iterable[tuple[int, int]]:
+    def _find(self, text, specials):
         pattern = "|".join(map(re.escape, specials))
         return [found.span() for found in re.finditer(pattern, text)] if specials else []
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens):
         shown = (self.chunks[token] for token in tokens if token not in self.literals)
         return b"".join(shown).decode("utf-8", "replace")
 
@@ -80,11 +71,11 @@ class SplitAnswer:
     reasoning_tokens: int = 0
 
     @property
-    def shown(self) -> tuple[str, str, list[tuple[str, str]], bool]:
+    def shown(self):
         return self.text, self.reasoning, self.calls, self.stopped
 
 
-def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[SplitText[int]]:
+def run(splitter, tokens):
     """Feed all tokens, each as its own entry, and return what the splitter returned."""
     pieces = []
     for token in tokens:
@@ -94,9 +85,9 @@ def run(splitter: TextSplitter[int], tokens: Iterable[int]) -> list[SplitText[in
     return [*pieces, splitter.finish()]
 
 
-def answer(tokens: Tokens, channel_format: ChannelFormat, stops: Sequence[str] = ()) -> SplitAnswer:
+def answer(tokens, channel_format, stops=()):
     """Feed all tokens to a splitter and return the whole answer."""
-    splitter: TextSplitter[int] = TextSplitter(tokens.decode, stops, replace(channel_format, literals=tokens.literals))
+    splitter = TextSplitter(tokens.decode, stops, replace(channel_format, literals=tokens.literals))
     pieces = run(splitter, range(len(tokens.chunks)))
     calls, ids = merge(delta for piece in pieces for delta in piece.calls)
     assert splitter.has_called == bool(calls)
@@ -111,11 +102,9 @@ def answer(tokens: Tokens, channel_format: ChannelFormat, stops: Sequence[str] =
     )
 
 
-def channel_format_of(
-    calls: Any = None, *, thinks: bool = True, initial: str = CONTENT, parsed: bool = True
-) -> ChannelFormat:
+def channel_format_of(calls=None, *, thinks=True, initial=CONTENT, parsed=True):
     """Return the channel format that an engine creates for one of mlx-lm's tool parsers."""
-    transitions: dict[str, list[tuple[str, str]]] = {CONTENT: []}
+    transitions = {CONTENT: []}
     if thinks:
         transitions[CONTENT].append((THOUGHTS[0], REASONING))
         transitions[REASONING] = [(THOUGHTS[1], CONTENT)]
@@ -132,7 +121,7 @@ def channel_format_of(
     )
 
 
-def places(chunks: Sequence[bytes]) -> list[tuple[int, int]]:
+def places(chunks):
     """Return the range of characters of each token. A part of a character counts as the whole character."""
     data, edges = b"".join(chunks), [0]
     for chunk in chunks:

@@ -7,6 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -82,23 +84,11 @@ def test_quantized_matrices_keep_their_values(catalog, tmp_path, tiny_llama):
     for name, target, bits in (("attn_v", "v_proj", 4), ("attn_q", "q_proj", 4), ("attn_k", "k_proj", 8)):
         tensor = next(t for t in header.tensors if t.name == f"blk.0.{name}.weight")
         content = data[start + tensor.offset : start + tensor.offset + tensor.size_bytes]
-        expected = dequantize(tensor.type, content).reshape(256, 256)
+        expected = dequantize(np.frombuffer(content, np.uint8).reshape(256, -1), GGMLQuantizationType[tensor.type])
         found = unpack(weights, f"model.layers.0.self_attn.{target}", bits)
         np.testing.assert_allclose(found, expected, atol=2e-3)
     table = json.loads((folder / "config.json").read_text())["quantization"]
     assert (table["bits"], table["model.layers.0.self_attn.k_proj"]["bits"]) == (4, 8)
-
-
-def dequantize(kind, content):
-    """Dequantize blocks as ggml defines them: a scale, for Q4_1 a minimum, then low nibbles before high ones."""
-    blocks = np.frombuffer(content, np.uint8).reshape(-1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind])
-    scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
-    if kind == "Q8_0":
-        return np.asarray(scale * blocks[:, 2:].view(np.int8))
-    nibbles = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).astype(np.float32)
-    if kind == "Q4_0":
-        return np.asarray(scale * (nibbles - 8))
-    return np.asarray(scale * nibbles + np.ascontiguousarray(blocks[:, 2:4]).view(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("Q6_K", "float16"), ("F32", "float32")])

@@ -5,22 +5,18 @@
 writes the table in ``docs/trace-families.md``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models
 from mlx.utils import tree_flatten
 
-from lmx_lab.engine.mlx.capture.points import HookPoints, find_parts, find_points
+from lmx_lab.engine.mlx.capture.points import find_parts, find_points
 from lmx_lab.errors import LabError
 from tests.support.models import MODEL_SIZES
 
@@ -28,7 +24,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "trace-families.md"
 BEGIN = "| family | residual stream | attention and MLP | patterns | heads | logit lens |\n|---|---|---|---|---|---|\n"
 MAX_WEIGHTS = 5_000_000
 """Architectures with more weights are not tested, because the generic configuration does not set their sizes."""
-SHARED: list[tuple[Any, str]] = [
+SHARED = [
     (
         4,
         "num_hidden_layers num_experts num_local_experts n_routed_experts conv_kernel time_step_rank n_head "
@@ -82,7 +78,7 @@ SHARED: list[tuple[Any, str]] = [
     (1e-05, "layer_norm_epsilon norm_eps layernorm_eps"),
 ]
 """Values that several parameters of configurations have, with the names of the parameters."""
-GENERIC: dict[str, Any] = {
+GENERIC = {
     **MODEL_SIZES,
     **{name: value for value, names in SHARED for name in names.split()},
     "partial_rotary_factor": 0.5,
@@ -106,7 +102,7 @@ CONVOLUTION = {"layer_types": ["conv", "full_attention"] * 2}
 ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 MISTRAL = {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 512}}
 GEMMA4 = {**SLIDING, "global_head_dim": 8, "num_kv_shared_layers": 0}
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     **dict.fromkeys(("afmoe", "exaone_moe"), SLIDING),
     **dict.fromkeys(("lfm2", "lfm2_moe"), CONVOLUTION),
     "dbrx": {
@@ -195,10 +191,10 @@ class Support:
     lens: str = "no"
 
     @classmethod
-    def of(cls, found: HookPoints) -> Support:
+    def of(cls, found):
         blocks = len(found.parts.blocks)
 
-        def share(end: str) -> str:
+        def share(end):
             count = sum(name.endswith(end) for name in found.sizes)
             return "yes" if count == blocks else "no" if not count else f"{count} of {blocks} blocks"
 
@@ -214,7 +210,7 @@ class Support:
         )
 
 
-def architectures() -> Iterator[str]:
+def architectures():
     """Yield the names of all modules with a model."""
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         source = Path(mlx_lm.models.__path__[0]) / f"{module.name}.py"
@@ -222,7 +218,7 @@ def architectures() -> Iterator[str]:
             yield module.name
 
 
-def support_of(kind: str) -> Support | None:
+def support_of(kind):
     """Return what can be read of a small model; None if the generic configuration does not fit the architecture."""
     mx.random.seed(0)
     try:
@@ -245,7 +241,7 @@ def support_of(kind: str) -> Support | None:
         return Support(residual="no")
 
 
-def table() -> str:
+def table():
     """Return the rows of the table."""
     rows = []
     for kind in architectures():
@@ -254,7 +250,7 @@ def table() -> str:
     return "".join(rows)
 
 
-def written(page: str, rows: str) -> str:
+def written(page, rows):
     """Return the page with these rows in its table."""
     start = page.index(BEGIN) + len(BEGIN)
     end = re.search(r"^(?!\|)", page[start:], re.MULTILINE)
