@@ -30,8 +30,12 @@ class Watched:
         self.cancelled += 1
 
 
-async def test_a_complete_answer_is_reported_once():
-    watched = Watched()
+@pytest.fixture
+async def watched():
+    return Watched()
+
+
+async def test_a_complete_answer_is_reported_once(watched):
     watched.mailbox.deliver(Delta(text="a", tokens=1))
     watched.mailbox.deliver(report())
     assert (await watched.answer.read()).text == "a"
@@ -45,15 +49,13 @@ async def test_a_complete_answer_is_reported_once():
 
 @pytest.mark.parametrize("finish", ["stop", "tool_calls"])
 @pytest.mark.parametrize("end", [Answer.read, Answer.aclose])
-async def test_an_answer_that_was_complete_is_reported_with_its_reason_also_when_it_is_closed(finish, end):
-    watched = Watched()
+async def test_an_answer_that_was_complete_is_reported_with_its_reason_also_when_it_is_closed(watched, finish, end):
     watched.mailbox.deliver(report(finish=finish))
     await end(watched.answer)
     assert watched.ends == [(finish, None, 0)]
 
 
-async def test_all_deltas_are_merged_and_kept_if_this_is_wanted():
-    watched = Watched()
+async def test_all_deltas_are_merged_and_kept_if_this_is_wanted(watched):
     watched.answer.deltas = []
     parts = [
         Delta(text="", tokens=1, reasoning="h"),
@@ -105,8 +107,7 @@ async def test_deltas_are_passed_on_in_order_and_only_while_the_reader_waits():
     assert watched.ends == [("stop", None, 6)]
 
 
-async def test_a_delta_that_cannot_be_passed_on_is_read():
-    watched = Watched()
+async def test_a_delta_that_cannot_be_passed_on_is_read(watched):
     watched.answer.pass_on = lambda delta: 1 / 0
     waiting = asyncio.ensure_future(anext(watched.answer))
     await asyncio.sleep(0)
@@ -115,8 +116,7 @@ async def test_a_delta_that_cannot_be_passed_on_is_read():
     await watched.answer.aclose()
 
 
-async def test_an_error_is_reported_with_its_code():
-    watched = Watched()
+async def test_an_error_is_reported_with_its_code(watched):
     watched.mailbox.deliver(EngineError("broken"))
     with pytest.raises(EngineError):
         await watched.answer.read()
@@ -125,8 +125,7 @@ async def test_an_error_is_reported_with_its_code():
         watched.answer.final_report()
 
 
-async def test_a_closed_answer_is_reported_with_the_tokens_that_were_delivered():
-    watched = Watched()
+async def test_a_closed_answer_is_reported_with_the_tokens_that_were_delivered(watched):
     watched.mailbox.deliver(Delta(text="a", tokens=2))
     async with watched.answer:
         await anext(watched.answer)
@@ -135,8 +134,7 @@ async def test_a_closed_answer_is_reported_with_the_tokens_that_were_delivered()
 
 
 @pytest.mark.parametrize("closes", [False, True])
-async def test_an_answer_that_is_deleted_or_closed_on_another_thread_is_reported_as_cancelled(closes):
-    watched = Watched()
+async def test_an_answer_that_is_deleted_or_closed_on_another_thread_is_reported_as_cancelled(watched, closes):
     if closes:
         await asyncio.to_thread(watched.answer.close)
     else:
@@ -147,8 +145,7 @@ async def test_an_answer_that_is_deleted_or_closed_on_another_thread_is_reported
     assert watched.cancelled == 1
 
 
-async def test_a_cancelled_wait_for_a_delta_does_not_end_the_answer():
-    watched = Watched()
+async def test_a_cancelled_wait_for_a_delta_does_not_end_the_answer(watched):
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(watched.answer), 0)
     assert watched.ends == []
@@ -157,8 +154,7 @@ async def test_a_cancelled_wait_for_a_delta_does_not_end_the_answer():
     assert watched.ends == [("stop", None, 0)]
 
 
-async def test_the_status_describes_the_request_before_the_first_token():
-    watched = Watched()
+async def test_the_status_describes_the_request_before_the_first_token(watched):
     assert watched.answer.status == "queued"
     watched.mailbox.deliver(PromptProgress(done=512, total=1400))
     assert watched.answer.status == "prompt 512/1400 tokens"

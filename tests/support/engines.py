@@ -362,6 +362,13 @@ def chat_request(
     return replace(generation, **changes)
 
 
+def toward(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
+    """Return the request with a bias by which its answer begins with these tokens, which must all be different."""
+    assert len(set(tokens)) == len(tokens)
+    bias = tuple((token, 1000.0 - 20 * at) for at, token in enumerate(tokens))
+    return replace(request, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))
+
+
 async def finish_answer(stream: Answer) -> FinishedAnswer:
     deltas = [delta async for delta in stream]
     assert stream.report is not None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lmx_lab.engine.encoders import LoadedEncoder
     from lmx_lab.engine.texts import TextTokens
 
+Tensors = dict[str, npt.NDArray[np.float32]]
 TINY_ENTRY = ModelEntry(
     id="tiny",
     path=Path("/models/tiny"),
@@ -54,6 +55,29 @@ def in_memory(main: ModelEntry | None, *pinned: ModelEntry, **numbers: Any) -> E
 TINY_CONTEXT = 512
 
 
+def decoder_weights(
+    *, seed: int, words: int, width: int, inner: int, heads: int, kv_heads: int, head_size: int, qk_norm: bool = False
+) -> Tensors:
+    """Return random weights of two layers; with ``qk_norm`` also the norms of queries and keys."""
+    random = np.random.default_rng(seed)
+
+    def weight(*shape: int) -> npt.NDArray[np.float32]:
+        return random.normal(0, 0.3, shape).astype(np.float32)
+
+    tensors = {"embed_tokens.weight": weight(words, width), "norm.weight": np.ones(width, np.float32)}
+    for layer in (f"layers.{at}" for at in range(2)):
+        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            tensors[f"{layer}.self_attn.{name}_proj.weight"] = weight(count * head_size, width)
+        tensors[f"{layer}.self_attn.o_proj.weight"] = weight(width, heads * head_size)
+        for name in ("q_norm", "k_norm") if qk_norm else ():
+            tensors[f"{layer}.self_attn.{name}.weight"] = np.ones(head_size, np.float32)
+        for name, shape in (("gate", (inner, width)), ("up", (inner, width)), ("down", (width, inner))):
+            tensors[f"{layer}.mlp.{name}_proj.weight"] = weight(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}.{name}.weight"] = np.ones(width, np.float32)
+    return tensors
+
+
 def write_tiny_llama(
     folder: Path,
     tokenizer_from: Path,
@@ -69,23 +93,12 @@ def write_tiny_llama(
         heads, head_size: The KV cache of a token has 16 bytes for each number of these heads.
     """
     width, hidden, vocabulary = 32, 64, 49152
-    random = np.random.default_rng(seed)
-
-    def weight(*shape: int) -> npt.NDArray[np.float32]:
-        return random.normal(0, 0.3, shape).astype(np.float32)
-
-    weights = {"model.embed_tokens.weight": weight(vocabulary, width), "model.norm.weight": np.ones(width, np.float32)}
-    for layer in (f"model.layers.{i}" for i in range(2)):
-        for name in ("q", "k", "v"):
-            weights[f"{layer}.self_attn.{name}_proj.weight"] = weight(heads * head_size, width)
-        weights[f"{layer}.self_attn.o_proj.weight"] = weight(width, heads * head_size)
-        weights[f"{layer}.mlp.gate_proj.weight"] = weight(hidden, width)
-        weights[f"{layer}.mlp.up_proj.weight"] = weight(hidden, width)
-        weights[f"{layer}.mlp.down_proj.weight"] = weight(width, hidden)
-        weights[f"{layer}.input_layernorm.weight"] = np.ones(width, np.float32)
-        weights[f"{layer}.post_attention_layernorm.weight"] = np.ones(width, np.float32)
+    weights = decoder_weights(
+        seed=seed, words=vocabulary, width=width, inner=hidden, heads=heads, kv_heads=heads, head_size=head_size
+    )
     folder.mkdir(parents=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "mlx"})
+    named = {f"model.{name}": each for name, each in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "mlx"})
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -210,8 +223,6 @@ def write_endless_llama(folder: Path, tokenizer_from: Path, *, seed: int, contex
 def _change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
 
-
-Tensors = dict[str, npt.NDArray[np.float32]]
 
 TEXT = """
     the a cat dog bird sits runs sleeps on under mat tree house river and or very big small red green query: passage:
@@ -361,26 +372,6 @@ def _write_encoder(
     return entry(folder)
 
 
-def qwen3_weights(*, seed: int, words: int, width: int = 32, head_size: int = 8, inner: int = 48) -> Tensors:
-    random = np.random.default_rng(seed)
-
-    def weight(*shape: int) -> npt.NDArray[np.float32]:
-        return random.normal(0, 0.3, shape).astype(np.float32)
-
-    tensors = {"embed_tokens.weight": weight(words, width), "norm.weight": np.ones(width, np.float32)}
-    for layer in (f"layers.{at}" for at in range(2)):
-        for name, outputs in (("q", 4 * head_size), ("k", 2 * head_size), ("v", 2 * head_size)):
-            tensors[f"{layer}.self_attn.{name}_proj.weight"] = weight(outputs, width)
-        tensors[f"{layer}.self_attn.o_proj.weight"] = weight(width, 4 * head_size)
-        for name in ("q_norm", "k_norm"):
-            tensors[f"{layer}.self_attn.{name}.weight"] = np.ones(head_size, np.float32)
-        for name, shape in (("gate", (inner, width)), ("up", (inner, width)), ("down", (width, inner))):
-            tensors[f"{layer}.mlp.{name}_proj.weight"] = weight(*shape)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}.{name}.weight"] = np.ones(width, np.float32)
-    return tensors
-
-
 def write_tiny_qwen3(
     folder: Path,
     files: Mapping[str, Any] | None = None,
@@ -393,7 +384,9 @@ def write_tiny_qwen3(
 ) -> ModelEntry:
     """Write a Qwen3 of 2 layers, width 32: an embedder that pools the last token, unless the files define otherwise."""
     words = write_tokenizer(folder, **(tokenizer or {})).get_vocab_size()
-    tensors = {f"{prefix}{name}": each for name, each in qwen3_weights(seed=seed, words=words).items()}
+    sizes = {"width": 32, "inner": 48, "heads": 4, "kv_heads": 2, "head_size": 8}
+    weights = decoder_weights(seed=seed, words=words, qk_norm=True, **sizes)
+    tensors = {f"{prefix}{name}": each for name, each in weights.items()}
     written = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -498,19 +491,7 @@ def build_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-SMALL = {
-    "vocab_size": 49_152,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 32_768,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": True,
-}
+SMALL = {**MODEL_SIZES, "vocab_size": 49_152, "num_hidden_layers": 4, "max_position_embeddings": 32_768}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
 MLX_FAMILIES: Mapping[str, dict[str, Any]] = {
     "all-heads": {"model_type": "llama", "num_key_value_heads": 4},

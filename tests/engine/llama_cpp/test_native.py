@@ -39,6 +39,7 @@ from tests.support.engines import (
     pin,
     request,
     run,
+    toward,
     until_idle,
     until_written,
 )
@@ -54,7 +55,6 @@ pytestmark = pytest.mark.anyio
 LOOK = Tool(name="look", parameters={"type": "object", "properties": {"at": {"type": "string"}}})
 ALL = ToolUse(tools=(LOOK,))
 START, END = 5, 6
-FORCE = 1000.0
 
 
 def chat(**changes):
@@ -62,12 +62,9 @@ def chat(**changes):
     return GenerationRequest(prompt=prompt, sampling=Sampling(temperature=0), max_tokens=60)
 
 
-async def forced_request(manager, tool_request, tokens):
+def forced_request(tool_request, tokens):
     """Return the request whose answer consists of these tokens."""
-    assert len(set(tokens)) == len(tokens)
-    bias = tuple((token, FORCE - 20 * at) for at, token in enumerate(tokens))
-    sampling = Sampling(temperature=0, logit_bias=bias, frequency_penalty=FORCE)
-    return replace(tool_request, sampling=sampling, max_tokens=len(tokens))
+    return replace(toward(tool_request, tokens), max_tokens=len(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +83,7 @@ def caller_gguf(tiny_gguf, tmp_path_factory):
 async def test_calls_in_the_models_own_format_are_parsed_and_have_ids_and_logprobs(caller_gguf, pieces):
     tokens = [START, pieces["look"], END, 2]
     async with manager_with(entry_of(caller_gguf), LLAMA_SETTINGS) as manager:
-        forced = replace(await forced_request(manager, chat(tools=ALL), tokens), top_logprobs=0)
+        forced = replace(forced_request(chat(tools=ALL), tokens), top_logprobs=0)
         async with await manager.submit(forced) as stream:
             answer = merge_deltas([delta async for delta in stream])
         assert [(call.name, call.arguments) for call in answer.tool_calls] == [("look", "{}")]
@@ -103,7 +100,7 @@ async def test_special_tokens_are_parts_of_the_models_own_format_and_no_text(tin
     (calls, arguments, outside, _), look, empty = range(3, 7), pieces["look"], pieces["Ġ{}"]
     tokens = [pieces["river"], outside, calls, look, arguments, empty, 2]
     async with manager_with(entry_of(path), LLAMA_SETTINGS) as manager:
-        forced = await forced_request(manager, chat(tools=ALL), tokens)
+        forced = forced_request(chat(tools=ALL), tokens)
         async with await manager.submit(forced) as stream:
             answer = merge_deltas([delta async for delta in stream])
     assert [(call.name, call.arguments) for call in answer.tool_calls] == [("look", "{}")]
@@ -116,7 +113,7 @@ async def test_an_answer_whose_missing_ids_cannot_be_found_ends_without_them(tin
     tokens = Tokenizer.from_file(str(tiny.path / "tokenizer.json")).encode("😀").ids
     assert len(tokens) > 1
     async with manager_with(entry_of(path), LLAMA_SETTINGS) as manager:
-        forced = await forced_request(manager, request(prompt=TextPrompt(text="It is")), tokens)
+        forced = forced_request(request(prompt=TextPrompt(text="It is")), tokens)
         # The vocabulary, in which the other tokens are looked up, is not read before it is needed.
         os.unlink(path)
         async with await manager.submit(forced) as stream:
