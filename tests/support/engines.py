@@ -381,6 +381,11 @@ async def finish_answer(stream: Answer) -> FinishedAnswer:
     )
 
 
+async def run_chat(manager: ModelManager | Loaded, **changes: Any) -> FinishedAnswer:
+    """Return the answer to ``chat_request(**changes)``."""
+    return await finish_answer(await manager.submit(chat_request(**changes)))
+
+
 def is_place(text: str) -> bool:
     value = json.loads(text)
     return value.keys() == {"kind", "wet"} and value["kind"] in PLACE_KINDS and isinstance(value["wet"], bool)

@@ -32,6 +32,7 @@ from tests.support.engines import (
     toward,
     until_idle,
 )
+from tests.support.engines import run_chat as run
 from tests.support.generated_schemas import generated_schemas
 from tests.support.waiting import auntil
 
@@ -57,10 +58,6 @@ async def model(_roomy_model):
     """``tiny`` in memory, shared by the tests of this module."""
     yield _roomy_model
     await until_idle(_roomy_model)
-
-
-async def run(model, **changes):
-    return await finish_answer(await model.submit(chat_request(**changes)))
 
 
 async def answer_or_refusal(model, **changes):

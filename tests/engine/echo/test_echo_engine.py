@@ -32,6 +32,7 @@ from tests.support.engines import (
     load_entry,
     manager_with,
 )
+from tests.support.engines import run_chat as run
 from tests.support.programs import run_script
 
 pytestmark = pytest.mark.anyio
@@ -42,10 +43,6 @@ ARGUMENTS = '{"kind": "river", "wet": true}'
 async def manager():
     async with manager_with(ECHO) as manager:
         yield manager
-
-
-async def run(manager, **changes):
-    return await finish_answer(await manager.submit(chat_request(**changes)))
 
 
 @pytest.mark.parametrize("text", ["Hello!", "  spaces \n\n stay ", "東京 é 😀", "<tool_call>", "a <think> b", ""])

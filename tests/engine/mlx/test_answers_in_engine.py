@@ -17,6 +17,7 @@ from tests.support.engines import (
     is_place,
     manager_with,
 )
+from tests.support.engines import run_chat as run
 
 pytestmark = pytest.mark.anyio
 
@@ -34,10 +35,6 @@ def manager(shared, thinker):
 async def own_manager(no_shared_model, thinker):
     async with manager_with(thinker, FOUR_SLOTS) as manager:
         yield manager
-
-
-async def run(manager, **changes):
-    return await finish_answer(await manager.submit(chat_request(**changes)))
 
 
 # Reasoning
