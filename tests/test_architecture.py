@@ -146,6 +146,7 @@ SUBJECTS = {
     "evals.numbers": "pure code: the notations of numbers",
     "notebook.results": "the results of methods",
     "panels.timeline": "a panel",
+    "server.lm_studio": "a format: LM Studio's lists of models",
     "server.pages": "the pages for browsers",
     "server.responses.socket": "the WebSocket of the Responses format",
     "server.metrics": "a file format: metrics of Prometheus",

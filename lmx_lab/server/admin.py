@@ -204,44 +204,50 @@ def check_admin(manager: ModelManager, *, local: bool) -> None:
 def listing_routes(manager: ModelManager) -> APIRouter:
     """Return the router of ``/v1/models``."""
     router = APIRouter(prefix="/v1/models", tags=["inference"])
-    names = manager.settings.ids_by_alias
-
-    async def named(name: str, *, local: bool) -> ModelCard:
-        """Return the card of a model, also for ``ANY_MODEL`` and for a name in ``Settings.model_aliases``."""
-        is_alias, id_ = name == ANY_MODEL or name in names, names.get(name, name)
-        if name == ANY_MODEL:
-            # The model that answers requests for this name: a chat model, otherwise an encoder.
-            entry = find_in_memory(manager.snapshot.entries, None, ANY_KIND)
-            if entry is None:
-                raise refusal(manager.snapshot, None, CHAT)
-            id_ = entry.id
-        # An alias may stand for a path, because the path does not come from the caller.
-        listed = await find_model(id_, manager, local=local or is_alias)
-        card = _card(listed, manager.snapshot, local=local)
-        return card.model_copy(update={"id": name, "root": card.id}) if is_alias else card
 
     # The path of a model would match an empty id.
     @router.get("/", response_model=ModelCards, include_in_schema=False)
     @router.get("", responses={200: {"links": {"model": FIRST_CARD}}})
     async def list_models(request: Request) -> ModelCards:
         """List the models on this disk in the chat format, and the aliases of models."""
-        local = is_local(request.scope)
-        found, problem = await listed_models(manager)
-        problem = problem if local or not problem else request.app.state.without_paths(problem)
-        aliases = []
-        for name in names:
-            with suppress(ModelNotFoundError):
-                aliases.append(await named(name, local=local))
-        cards = [_card(model, manager.snapshot, local=local) for model in found]
-        # An alias has priority over a model whose id is the same.
-        return ModelCards(data=[*(card for card in cards if card.id not in names), *aliases], problem=problem)
+        return await model_cards(manager, request)
 
     @router.get("/{model:path}", responses=failures(ModelNotFoundError, NotLoadedError, OutOfMemoryError))
     async def get_model(model: str, request: Request) -> ModelCard:
         """Get one model on this disk by its id or by an alias; `default` is the loaded model."""
-        return await named(model, local=is_local(request.scope))
+        return await _named_card(model, manager, local=is_local(request.scope))
 
     return router
+
+
+async def model_cards(manager: ModelManager, request: Request) -> ModelCards:
+    """Return the cards of the models on this disk, and of the aliases of models."""
+    local, names = is_local(request.scope), manager.settings.ids_by_alias
+    found, problem = await listed_models(manager)
+    problem = problem if local or not problem else request.app.state.without_paths(problem)
+    aliases = []
+    for name in names:
+        with suppress(ModelNotFoundError):
+            aliases.append(await _named_card(name, manager, local=local))
+    cards = [_card(model, manager.snapshot, local=local) for model in found]
+    # An alias has priority over a model whose id is the same.
+    return ModelCards(data=[*(card for card in cards if card.id not in names), *aliases], problem=problem)
+
+
+async def _named_card(name: str, manager: ModelManager, *, local: bool) -> ModelCard:
+    """Return the card of a model, also for ``ANY_MODEL`` and for a name in ``Settings.model_aliases``."""
+    names = manager.settings.ids_by_alias
+    is_alias, id_ = name == ANY_MODEL or name in names, names.get(name, name)
+    if name == ANY_MODEL:
+        # The model that answers requests for this name: a chat model, otherwise an encoder.
+        entry = find_in_memory(manager.snapshot.entries, None, ANY_KIND)
+        if entry is None:
+            raise refusal(manager.snapshot, None, CHAT)
+        id_ = entry.id
+    # An alias may stand for a path, because the path does not come from the caller.
+    listed = await find_model(id_, manager, local=local or is_alias)
+    card = _card(listed, manager.snapshot, local=local)
+    return card.model_copy(update={"id": name, "root": card.id}) if is_alias else card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +267,10 @@ class ListedModel:
     def has_alias(self, name: str) -> bool:
         """Whether the name is an alias of the model in one of its formats."""
         return any(entry.has_alias(name) for entry in self.entries)
+
+    def state(self, now: EngineSnapshot) -> ModelState | None:
+        """Return the state of the model in memory; None if it is not loaded."""
+        return next((state for state in now.models if state.entry.path == self.entry.path), None)
 
 
 async def listed_models(manager: ModelManager) -> tuple[list[ListedModel], str | None]:
@@ -326,7 +336,7 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
             quantized_copy=entry.copy,
             quantized_copies=[each.copy for each in model.entries if each.copy is not None],
             context_length=entry.context_length,
-            loaded_context_length=_loaded_context_length(state, now),
+            loaded_context_length=loaded_context_length(state, now),
             slots=state.slots if state is not None else None,
             main=state is not None and state is now.main,
             pinned=state is not None and state.pinned,
@@ -372,19 +382,18 @@ def _models(listing: Listing, manager: ModelManager, speeds: Speeds | None) -> l
 
 
 def _card(model: ListedModel, now: EngineSnapshot, *, local: bool) -> ModelCard:
-    entry = model.entry
-    state = next((state for state in now.models if state.entry.path == entry.path), None)
+    entry, state = model.entry, model.state(now)
     return ModelCard(
         id=public_id(entry.id, local=local),
         created=entry.modified_at,
         format=entry.format,
         formats=model.formats,
-        context_length=_loaded_context_length(state, now) or entry.context_length,
+        context_length=loaded_context_length(state, now) or entry.context_length,
         slots=state.slots if state is not None else None,
     )
 
 
-def _loaded_context_length(state: ModelState | None, now: EngineSnapshot) -> int | None:
+def loaded_context_length(state: ModelState | None, now: EngineSnapshot) -> int | None:
     """Return the context length of a model in memory, but not that of an encoder that is pinned next to another one."""
     if state is None or (state.pinned and state.entry.kind != "chat" and state is not now.main):
         return None

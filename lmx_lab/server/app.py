@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 from starlette.types import Scope as RouteScope
 
 from lmx_lab.broadcast import Feed
@@ -28,6 +28,7 @@ from lmx_lab.server.embeddings import embedding_routes
 from lmx_lab.server.events import ServerEvent, event_routes
 from lmx_lab.server.health import health_routes
 from lmx_lab.server.inference import InferenceService
+from lmx_lab.server.lm_studio import lm_studio_routes
 from lmx_lab.server.messages import messages_error, messages_routes
 from lmx_lab.server.metrics import Metrics, metrics_routes
 from lmx_lab.server.ollama import ollama_error, ollama_routes
@@ -49,7 +50,7 @@ from lmx_lab.weights.locations import program_folders
 if TYPE_CHECKING:
     from lmx_lab.server.telemetry import RequestSpans
 
-PREFIXES = frozenset({"v1", "openai", "api"})
+PREFIXES = frozenset({"v0", "v1", "openai", "api"})
 """First parts of paths that a base URL may lack, or have in addition."""
 ROUTE = "lmx_lab.route"
 """Key in a request's scope: the route that answers it."""
@@ -145,6 +146,7 @@ def create_server(
     api.include_router(responses_routes(inference))
     api.include_router(ollama_routes(inference))
     api.include_router(ollama_model_routes(manager))
+    api.include_router(lm_studio_routes(manager))
     api.include_router(token_routes(manager))
     api.include_router(embedding_routes(inference))
     api.include_router(rerank_routes(inference))
@@ -181,7 +183,7 @@ class OtherPaths(BaseRoute):
     """The last route, which passes a request to the route with the most similar path.
 
     Clients build paths from a base URL with or without ``/v1``, and llama.cpp's server has most of its routes with and
-    without ``/v1``.
+    without ``/v1``. HEAD, with which clients check that a server is there, is answered by the route for GET.
 
     Args:
         routes: All other routes.
@@ -195,10 +197,11 @@ class OtherPaths(BaseRoute):
         path = scope["path"].removeprefix(prefix)
         partial: tuple[Match, RouteScope] = (Match.NONE, {})
         deployment = DEPLOYMENT.match(_single_slashes(path))
-        for similar in similar_paths(path):
+        is_head = scope.get("method") == "HEAD"
+        for similar in (*((path,) if is_head else ()), *similar_paths(path)):
             changed = {"path": prefix + similar, MODEL: deployment["model"] if deployment is not None else None}
             for route in self._routes:
-                match, found = route.matches({**scope, **changed})
+                match, found = route.matches({**scope, **changed, **({"method": "GET"} if is_head else {})})
                 if match is Match.FULL:
                     return match, {**found, **changed, ROUTE: route}
                 if match is Match.PARTIAL and partial[0] is Match.NONE:
@@ -207,11 +210,32 @@ class OtherPaths(BaseRoute):
 
     async def handle(self, scope: RouteScope, receive: Receive, send: Send) -> None:
         route: BaseRoute = scope[ROUTE]
-        await route.handle(scope, receive, send)
+        if scope.get("method") == "HEAD":
+            # A copy, because the HTTP server reads the method to omit the body.
+            await route.handle({**scope, "method": "GET"}, receive, _end_at_body(send))
+        else:
+            await route.handle(scope, receive, send)
+
+
+def _end_at_body(send: Send) -> Send:
+    """Return a function that ends the response at the beginning of its body, because a stream may have no end."""
+    has_ended = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal has_ended
+        if not has_ended:
+            has_ended = message["type"] == "http.response.body"
+            await send({**message, "more_body": False} if has_ended else message)
+
+    return send_head
 
 
 DEPLOYMENT = re.compile("^/openai/deployments/(?P<model>.+?)(?=/(?:chat|completions|embeddings|responses)(?:/|$))")
 """The beginning of the paths of Azure's service. They have the name of the model, which replaces that in the body."""
+
+
+OTHER_NAME = re.compile("/reranking$")
+"""The end of a path that llama.cpp's server has in addition to ``/rerank``."""
 
 
 def _single_slashes(path: str) -> str:
@@ -220,7 +244,7 @@ def _single_slashes(path: str) -> str:
 
 def similar_paths(path: str) -> Iterator[str]:
     """Yield other forms of a path: without empty parts, and with fewer prefixes or with ``/v1`` at the beginning."""
-    similar = DEPLOYMENT.sub("", _single_slashes(path)).rstrip("/")
+    similar = OTHER_NAME.sub("/rerank", DEPLOYMENT.sub("", _single_slashes(path)).rstrip("/"))
     # Limited, because each path is compared with those of all routes.
     for _ in range(3):
         if not similar:

@@ -1,11 +1,13 @@
-"""The routes ``POST /v1/embeddings`` and, in Cohere's format, ``/v2/embed``: vectors of texts."""
+"""Vectors of texts: the routes ``POST /v1/embeddings``, ``/v2/embed`` in Cohere's format, ``/embedding`` in that of
+llama.cpp's server, and ``/embed`` in that of Text Embeddings Inference.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +32,11 @@ from lmx_lab.wire.embeddings import (
     EmbeddingsBody,
     EmbeddingType,
     EncodingUsage,
+    Input,
+    LlamaEmbedBody,
+    LlamaEmbedding,
+    TeiEmbedBody,
+    listed_inputs,
 )
 
 NUMBERS_PER_STEP = 16_384
@@ -49,6 +56,10 @@ INPUT_TYPES: dict[str | None, InputType | None] = {
 }
 COHERE = FieldNames({"input.*": "texts.*", "input": "texts", "dimensions": "output_dimension"})
 """Maps the fields of ``/v1/embeddings`` to those of Cohere."""
+LLAMA = FieldNames({"input.*": "content.*", "input": "content"})
+"""The same for llama.cpp's server."""
+TEI = FieldNames({"input.*": "inputs.*", "input": "inputs"})
+"""The same for Text Embeddings Inference."""
 
 
 def embedding_routes(service: InferenceService) -> APIRouter:
@@ -80,6 +91,38 @@ def embedding_routes(service: InferenceService) -> APIRouter:
             embeddings = await while_connected(request, service.embed(wanted))
         return json_response(await _written(embeddings, cohere_embeddings, body))
 
+    async def compute(request: Request, given: Input, model: str, **options: Any) -> Embeddings:
+        wanted = EmbeddingRequest(
+            inputs=tuple(listed_inputs(given)),
+            model=None if model == ANY_MODEL else model,
+            caller=service.caller_of(request),
+            **options,
+        )
+        return await while_connected(request, service.embed(wanted))
+
+    @router.post("/embedding", response_model=list[LlamaEmbedding], responses=INFERENCE_ERRORS)
+    async def llama_embedding(body: LlamaEmbedBody, request: Request) -> Response:
+        """Return a vector for each text, in the form of llama.cpp's server."""
+        with LLAMA.in_errors():
+            embeddings = await compute(request, body.content, body.model)
+        is_normal = body.embd_normalize != -1
+        return json_response(await _written(embeddings, llama_embeddings, is_normal=is_normal), body.unknown)
+
+    @router.post("/embed", response_model=list[list[float]], responses=INFERENCE_ERRORS)
+    async def tei_embed(body: TeiEmbedBody, request: Request) -> Response:
+        """Return a vector for each text, in the form of Text Embeddings Inference."""
+        with TEI.in_errors():
+            embeddings = await compute(
+                request,
+                body.inputs,
+                body.model,
+                dimensions=body.dimensions,
+                input_type=body.prompt_name,
+                truncate=bool(body.truncate),
+            )
+        is_normal = body.normalize is not False
+        return json_response(await _written(embeddings, tei_embeddings, is_normal=is_normal), body.unknown)
+
     return router
 
 
@@ -91,10 +134,8 @@ async def _written(embeddings: Embeddings, write: Callable[..., bytes], *args: A
 
 def embedding_request(body: EmbeddingsBody, caller: Caller) -> EmbeddingRequest:
     """Convert a request body to the engine's request."""
-    # Token ids stay lists: copies of 16,384 lists would delay other requests by 20 ms.
-    inputs: Iterable[Any] = [body.input] if body.is_single else body.input
     return EmbeddingRequest(
-        inputs=tuple(inputs),
+        inputs=tuple(listed_inputs(body.input)),
         model=requested_model(body.model),
         dimensions=body.dimensions,
         input_type=INPUT_TYPES[body.input_type],
@@ -134,6 +175,29 @@ def cohere_embeddings(embeddings: Embeddings, body: CohereEmbedBody) -> bytes:
         "response_type": "embeddings_by_type",
     }
     return b'%b,"embeddings":{%b}}' % (pydantic_core.to_json(others)[:-1], b",".join(members))
+
+
+def llama_embeddings(embeddings: Embeddings, *, is_normal: bool) -> bytes:
+    """Return the body of the answer, the JSON of a list of ``LlamaEmbedding``.
+
+    Args:
+        is_normal: Whether the vectors have the length 1.
+    """
+    rows = enumerate(number_rows(_normal(embeddings.vectors) if is_normal else embeddings.vectors))
+    return b"[%b]" % b",".join([b'{"index":%d,"embedding":[%b]}' % (index, row) for index, row in rows])
+
+
+def tei_embeddings(embeddings: Embeddings, *, is_normal: bool) -> bytes:
+    """Return the body of the answer, the JSON of a list of vectors. See ``llama_embeddings`` for the argument."""
+    return b"[%b]" % b",".join(number_rows(_normal(embeddings.vectors) if is_normal else embeddings.vectors))
+
+
+def _normal(vectors: Vectors) -> Vectors:
+    """Return the vectors with length 1, except those that are zero."""
+    lengths: Vectors = np.linalg.norm(vectors, axis=1, keepdims=True)
+    lengths[lengths == 0] = 1
+    normal: Vectors = vectors / lengths
+    return normal
 
 
 def _rows(vectors: Vectors, kind: EmbeddingType) -> Iterator[bytes]:

@@ -23,14 +23,11 @@ def health_routes(manager: ModelManager) -> APIRouter:
     """Return the router of the health checks."""
     router = APIRouter(tags=["health"])
 
-    # HEAD is for load balancers. The HTTP server omits the body.
-    @router.head("/healthz", include_in_schema=False)
     @router.get("/healthz")
     async def healthz() -> Alive:
         """Show that the process is running."""
         return Alive()
 
-    @router.head("/health", response_model=Alive, include_in_schema=False)
     @router.get(
         "/health", response_model=Alive, responses={503: {"model": ErrorBody, "description": "No model is ready"}}
     )
@@ -40,7 +37,6 @@ def health_routes(manager: ModelManager) -> APIRouter:
         error = problem(manager.snapshot, settings=manager.settings, alive=manager.alive, local=local)
         return Alive() if error is None else JSONResponse(ErrorBody(error=detail_for(request, error)).model_dump(), 503)
 
-    @router.head("/readyz", response_model=Ready, include_in_schema=False)
     @router.get(
         "/readyz",
         response_model=Ready,

@@ -72,7 +72,6 @@ def ollama_model_routes(manager: ModelManager) -> APIRouter:
     router = APIRouter(prefix="/api", tags=["ollama"], route_class=StrictRoute)
     downloads = Downloads(manager.catalog, may_download=settings.downloads)
 
-    @router.head("/version", include_in_schema=False)
     @router.get("/version", responses=OLLAMA_COMMON_ERRORS)
     async def version() -> OllamaVersion:
         """Return the version of Ollama whose API this is."""
@@ -80,7 +79,6 @@ def ollama_model_routes(manager: ModelManager) -> APIRouter:
         # version of this server is in the header ``x-lmx-lab``.
         return OllamaVersion(version="0.13.0")
 
-    @router.head("/tags", include_in_schema=False)
     @router.get("/tags", responses=OLLAMA_COMMON_ERRORS)
     async def tags(request: Request) -> OllamaModels:
         """List the models on this disk in Ollama's format."""

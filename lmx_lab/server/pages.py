@@ -70,25 +70,24 @@ def page_routes(manager: ModelManager) -> APIRouter:
         page = front % {"nonce": nonce, "version": VERSION, "state": html.escape(state), "curl": html.escape(curl)}
         return HTMLResponse(page, headers={"content-security-policy": FRONT_POLICY % {"nonce": nonce}})
 
-    # HEAD is for clients that only check whether the page exists. The HTTP server omits the body.
     if manager.settings.page:
 
-        @router.api_route("/", methods=["GET", "HEAD"])
+        @router.get("/")
         async def chat(request: Request) -> Response:
             return _script_page(request, chat_page())
 
         manifest = _file("manifest.webmanifest", "application/manifest+json")
-        router.add_api_route("/manifest.webmanifest", manifest, methods=["GET", "HEAD"])
+        router.add_api_route("/manifest.webmanifest", manifest)
         for name in ("icon-192.png", "icon-512.png"):
-            router.add_api_route(f"/{name}", _file(name, "image/png", cached=True), methods=["GET", "HEAD"])
+            router.add_api_route(f"/{name}", _file(name, "image/png", cached=True))
     else:
-        router.add_api_route("/", about, methods=["GET", "HEAD"])
+        router.add_api_route("/", about)
 
-    @router.api_route("/docs", methods=["GET", "HEAD"])
+    @router.get("/docs")
     async def docs(request: Request) -> Response:
         return _script_page(request, routes_page())
 
-    router.add_api_route("/favicon.ico", _file("favicon.svg", "image/svg+xml", cached=True), methods=["GET", "HEAD"])
+    router.add_api_route("/favicon.ico", _file("favicon.svg", "image/svg+xml", cached=True))
     return router
 
 

@@ -1,5 +1,5 @@
 """Routes for tokens and the loaded model, as in llama.cpp's server; ``/tokenize`` also accepts vLLM's bodies, and
-``/tokenizer_info`` is a route of vLLM.
+``/tokenizer_info`` and ``/version`` are routes of vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lmx_lab.engine.lookup import public_id
 from lmx_lab.errors import NotLoadedError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.guard import is_local
+from lmx_lab.http.middleware import VERSION
 from lmx_lab.http.openapi import failures
 from lmx_lab.http.streaming import while_connected
 from lmx_lab.server.answers import json_response
@@ -40,6 +41,7 @@ from lmx_lab.wire.tokens import (
     TokenizeAnswer,
     TokenizeRequest,
     TokenizerInfo,
+    VersionAnswer,
 )
 
 CHAT_FIELDS = (
@@ -110,6 +112,11 @@ def token_routes(manager: ModelManager) -> APIRouter:
         now, entry = _loaded(manager)
         template, special = await in_thread(lambda: (main_template(entry), special_tokens(entry)))
         return TokenizerInfo(chat_template=template, model_max_length=now.context_length, **special)
+
+    @router.get("/version")
+    async def version() -> VersionAnswer:
+        """Return the version of this server, in vLLM's form."""
+        return VersionAnswer(version=VERSION)
 
     @router.get("/slots")
     async def slots() -> list[Slot]:

@@ -1,15 +1,16 @@
-"""Pydantic models of POST /v1/embeddings, the embeddings format of OpenAI's API with two extensions, and of POST
-/v2/embed, Cohere's format.
+"""Pydantic models of POST /v1/embeddings, the embeddings format of OpenAI's API with two extensions, and of the routes
+in the formats of Cohere, llama.cpp's server and Text Embeddings Inference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, Tag
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import WHOLE, FormatModel, Neutral, NonEmpty
+from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, FormatModel, LenientModel, Neutral, NonEmpty
 from lmx_lab.wire.completions import BY_SHAPE, TokenIds
 
 INPUT_LIMIT = 16_384
@@ -27,6 +28,17 @@ Input = Annotated[
     BY_SHAPE,
 ]
 Purpose = Literal["query", "document", "search_query", "search_document"]
+
+
+def is_single_input(given: Input) -> bool:
+    """Return whether an input is a single text, or the token ids of a single text."""
+    return isinstance(given, str) or isinstance(given[0], int)
+
+
+def listed_inputs(given: Input) -> Iterable[Any]:
+    """Return the texts of an input, or their token ids."""
+    # Token ids stay lists: copies of 16,384 lists would delay other requests by 20 ms.
+    return [given] if is_single_input(given) else given
 
 
 class EmbeddingsBody(FormatModel):
@@ -57,7 +69,7 @@ class EmbeddingsBody(FormatModel):
     @property
     def is_single(self) -> bool:
         """Whether the input is a single text, or the token ids of a single text."""
-        return isinstance(self.input, str) or isinstance(self.input[0], int)
+        return is_single_input(self.input)
 
 
 class EncodingUsage(BaseModel):
@@ -125,3 +137,41 @@ class CohereEmbeddings(BaseModel):
     meta: dict[str, dict[str, JsonValue]]
     """``api_version`` and ``billed_units``."""
     response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
+
+
+class LlamaEmbedBody(LenientModel):
+    """The body of llama.cpp's POST /embedding. Other fields are ignored."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"content": "The sea is blue."}]})
+
+    model: AnyModel = ANY_MODEL
+    content: Input
+    """As ``input`` of POST /v1/embeddings."""
+    embd_normalize: Literal[-1, 2] | None = 2
+    """2 returns vectors of length 1, and -1 vectors as the model's files define them. No other norms are supported."""
+
+
+class LlamaEmbedding(BaseModel):
+    """An item of the answer of POST /embedding."""
+
+    index: int
+    embedding: list[list[float]]
+    """The vector of the input, as the only item of a list."""
+
+
+class TeiEmbedBody(LenientModel):
+    """The body of POST /embed, as Text Embeddings Inference defines it. Other fields are ignored."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["The sea is blue.", "Bread is baked."]}]})
+
+    model: AnyModel = ANY_MODEL
+    inputs: Input
+    """As ``input`` of POST /v1/embeddings."""
+    truncate: bool | None = False
+    """Whether to truncate texts that are too long for the model, instead of refusing them."""
+    truncation_direction: Annotated[Any, Neutral("texts without their beginning", ("right", "Right"))] = None
+    normalize: bool | None = True
+    """Whether to return vectors of length 1. Otherwise they are as the model's files define them."""
+    dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
+    prompt_name: Literal["query", "document"] | None = None
+    """The model's prompt to put before each text."""

@@ -165,3 +165,9 @@ class Props(BaseModel):
     chat_template: str
     modalities: Modalities
     build_info: str
+
+
+class VersionAnswer(BaseModel):
+    """The answer of GET /version."""
+
+    version: str

@@ -215,11 +215,14 @@ COMPLETIONS = (
 )
 OLLAMA = (
     *(ValidRequest(method="POST", path=f"/api/{name}", body=body) for name, body in OLLAMA_BODIES),
-    *(ValidRequest(method="GET", path=f"/api/{name}") for name in ("tags", "ps", "version")),
+    *(
+        ValidRequest(method="GET", path=f"/api/{name}")
+        for name in ("tags", "ps", "version", "v0/models", "v0/models/tiny", "v1/models")
+    ),
 )
 TOKENS = (
     *(ValidRequest(method="POST", path=f"/{name}", body=body) for name, body in TOKEN_BODIES),
-    *(ValidRequest(method="GET", path=path) for path in ("/props", "/health", "/slots", "/tokenizer_info")),
+    *(ValidRequest(method="GET", path=path) for path in ("/props", "/health", "/slots", "/tokenizer_info", "/version")),
 )
 RESPONSES = (
     *(ValidRequest(method="POST", path="/v1/responses", body=body) for body in RESPONSES_BODIES),
@@ -251,6 +254,10 @@ EMBEDDINGS = (
         method="POST",
         path="/v2/embed",
         body={"model": "default", "texts": list(PAIR), "input_type": "search_query", "embedding_types": ["float"]},
+    ),
+    ValidRequest(method="POST", path="/embedding", body={"content": list(PAIR), "embd_normalize": -1}),
+    ValidRequest(
+        method="POST", path="/embed", body={"inputs": list(PAIR), "truncate": True, "normalize": False, "dimensions": 8}
     ),
 )
 SCORE_BODIES: tuple[dict[str, Any], ...] = (

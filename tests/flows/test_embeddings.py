@@ -308,3 +308,38 @@ def test_a_text_of_cohere_that_is_too_long_is_truncated_or_refused(http):
     assert len(cohere(http, texts=texts).json()["embeddings"]["float"]) == 2
     error = error_of(cohere(http, texts=texts, truncate="NONE"), 400, "context_length_exceeded")
     assert error["param"] == "texts.1"
+
+
+# In the forms of other servers
+
+
+@pytest.mark.parametrize("given", [SEA, [SEA, BREAD], [5, 6, 7], [[5, 6], [7, 8]]])
+def test_llama_cpp_and_tei_return_the_same_vectors_in_their_forms(http, given):
+    expected = [item["embedding"] for item in embed(http, input=given)["data"]]
+    llama = http.post("/embedding", json={"content": given, "image_data": []})
+    assert llama.json() == [{"index": at, "embedding": [pytest.approx(row)]} for at, row in enumerate(expected)]
+    assert llama.headers["x-lmx-ignored"] == "image_data"
+    tei = http.post("/embed", json={"inputs": given, "normalize": True})
+    assert tei.json() == [pytest.approx(row) for row in expected]
+    assert http.post("/embed", json={"inputs": given, "normalize": False}).json() == expected
+    assert http.post("/embedding", json={"content": given, "embd_normalize": -1}).status_code == 200
+
+
+def test_vectors_in_the_form_of_tei_may_be_shortened(http):
+    [row] = http.post("/embed", json={"model": "echo", "inputs": SEA, "dimensions": 32, "prompt_name": "query"}).json()
+    assert (len(row), np.linalg.norm(row)) == (32, pytest.approx(1))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/embedding", {}, "content"),
+        ("/embedding", {"content": SEA, "embd_normalize": 1}, "embd_normalize"),
+        ("/embedding", {"content": [[10**6]]}, "content.0"),
+        ("/embed", {"input": SEA}, "inputs"),
+        ("/embed", {"inputs": SEA, "truncation_direction": "left"}, "truncation_direction"),
+        ("/embed", {"inputs": SEA, "dimensions": 10**6}, "dimensions"),
+    ],
+)
+def test_errors_name_the_fields_of_the_form(http, path, fields, param):
+    assert error_of(http.post(path, json=fields), 400, "invalid-request")["param"] == param

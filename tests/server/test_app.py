@@ -11,6 +11,7 @@ from tests.support.asking import echo_body
 
 CHAT = [
     *("/chat/completions", "/openai/v1/chat/completions", "/openai/chat/completions", "/v1/v1/chat/completions"),
+    *("/api/v0/chat/completions", "/v0/chat/completions"),
     *("/openai/deployments/echo/chat/completions?api-version=2024-10-21", "/v1/chat/completions/"),
     *("//v1//chat/completions", "/api/v1/chat/completions"),
 ]
@@ -29,6 +30,37 @@ def test_models_are_listed_at_other_paths(http, path):
 @pytest.mark.parametrize("path", ["/v1/api/tags", "/api/tags/", "/v1/health", "/v1/props", "//healthz"])
 def test_other_routes_are_found_too(http, path):
     assert http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        *((path, 200) for path in ("/v1/models", "/models", "/", "/healthz", "/api/tags", "/api/version", "/version")),
+        ("/v1/models/none", 404),
+        ("/v1/chat/completions", 405),
+        ("/none", 404),
+        # Its stream has no end.
+        ("/admin/events", 200),
+    ],
+)
+def test_head_is_answered_like_get_without_a_body(http, path, status):
+    for _ in range(2):
+        response = http.head(path)
+        assert (response.status_code, response.content) == (status, b"")
+    if status in (200, 404) and path != "/admin/events":
+        assert response.headers["content-type"] == http.get(path).headers["content-type"]
+
+
+def test_the_version_is_that_of_the_headers(http):
+    response = http.get("/version")
+    assert response.json() == {"version": response.headers["x-lmx-lab"]}
+
+
+@pytest.mark.parametrize("path", ["/reranking", "/v1/reranking"])
+def test_llama_cpps_other_name_of_rerank_is_found(http, path):
+    body = {"model": "echo", "query": "sea", "documents": ["bread", "the sea"]}
+    answer = http.post(path, json=body).json()
+    assert answer["results"] == http.post(path.replace("reranking", "rerank"), json=body).json()["results"]
 
 
 def test_an_error_has_the_form_of_the_route_that_answers(http):
