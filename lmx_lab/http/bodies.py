@@ -42,6 +42,8 @@ SURROGATE_BYTES, SURROGATE_LIMIT = 2**20, 20_000
 at most."""
 HEX_ERRORS = ("unexpected end of hex escape", "lone leading surrogate in hex escape")
 """The beginnings of the parser's messages about a lone surrogate."""
+TYPES_OF_PROGRAMS = ("", "application/x-www-form-urlencoded", "text/plain")
+"""Content types of JSON, besides its own, that programs send: none, that of ``curl -d``, and that of a text."""
 RETRY_S = 2
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-large-bodies")
 """Reads the large bodies of all servers of this process, one after the other. The thread starts with the first one and
@@ -267,10 +269,14 @@ class StrictRoute(APIRoute):
                     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
                         raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body uncompressed")
                     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                    # Programs such as LiteLLM leave it out. Browsers send one of these headers with every POST request.
+                    # Programs such as LiteLLM leave it out, and curl sends its own type with data. Browsers send one of
+                    # these headers with every POST request.
                     is_of_a_page = not {"origin", "sec-fetch-site", "sec-fetch-mode"}.isdisjoint(request.headers)
-                    if kind != "application/json" and (kind or is_of_a_page):
+                    if kind != "application/json" and (kind not in TYPES_OF_PROGRAMS or is_of_a_page):
                         raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")
+                    # FastAPI reads a body of another type as bytes.
+                    headers = request.scope["headers"]
+                    request.scope["headers"] = [each for each in headers if each[0] != b"content-type"]
                     value = await read_json(body, partial(self._validate, model=request.scope.get(MODEL)))
                 # Not the same request, which exists until the end of the response and would keep the body in memory.
                 # FastAPI accepts the valid object as it is, in place of a parsed body.

@@ -130,6 +130,11 @@ def test_programs_may_leave_out_the_content_type_and_pages_may_not(http):
     request = http.build_request("POST", "/api/chat", content=content)
     assert "content-type" not in request.headers
     assert http.send(request).status_code == 200
+    # As in the examples of Ollama's documentation.
+    typed = {"content-type": "application/x-www-form-urlencoded"}
+    assert http.post("/api/chat", content=content, headers=typed).status_code == 200
+    refused = http.post("/api/chat", content=content, headers={**typed, "sec-fetch-mode": "cors"})
+    assert refused.status_code == 400
     refused = http.post("/api/chat", content=content, headers={"origin": str(http.base_url).rstrip("/")})
     assert refused.status_code == 400
     assert "Content-Type is missing" in refused.json()["error"]
