@@ -26,7 +26,7 @@ from lmx_lab.http.errors import detail_for
 from lmx_lab.http.streaming import EventStream, comment, data_line, while_connected
 from lmx_lab.server.convert import FieldNames
 from lmx_lab.server.inference import InferenceService
-from lmx_lab.server.translate import unenforced_keywords
+from lmx_lab.server.translate import fields_without_effect
 from lmx_lab.values.outputs import Delta, GenerationReport, merge_deltas
 from lmx_lab.wire.errors import ErrorBody, ErrorDetail
 
@@ -162,8 +162,8 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
 
 def answer_headers(service: InferenceService, caller: Caller, wanted: AnswerRequest) -> dict[str, str]:
     """Return the headers that describe how a request is treated."""
-    keywords = map(wanted.names.renamed, unenforced_keywords(wanted.prompts[0]))
-    return {**ignored_header([*wanted.ignored, *keywords]), **service.recording.answer_headers(own=bool(caller.own))}
+    found = map(wanted.names.renamed, fields_without_effect(wanted.prompts[0]))
+    return {**ignored_header([*wanted.ignored, *found]), **service.recording.answer_headers(own=bool(caller.own))}
 
 
 def json_response(content: str | bytes, ignored: Iterable[str] = ()) -> Response:

@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import Field
-
 from lmx_lab.errors import CallerError, InvalidRequestError
 from lmx_lab.sanitize import finite
 from lmx_lab.values.outputs import ToolCallDelta
 from lmx_lab.wire.base import OtherModel
-from lmx_lab.wire.chat import ChatMessage, Contents, Role, TextContent
+from lmx_lab.wire.chat import ChatMessage, Contents, Role, TextContent, result_text
 from lmx_lab.wire.tools import CALL_LIMIT, CalledFunction, FunctionDefinition, FunctionTool, MessageToolCall
 
 JOINED = "\n\n"
@@ -29,7 +27,7 @@ FILES: Mapping[str, str] = {
     **dict.fromkeys(("file", "input_file", "document"), "file"),
 }
 """The kind of a part that is a file, by its type."""
-UNREAD_PARTS = frozenset({"thinking", "redacted_thinking", "tool_addition", "tool_removal"})
+UNREAD_PARTS = frozenset({"thinking", "redacted_thinking", "tool_addition", "tool_removal", "tool_use", "tool_result"})
 """Types of parts that are left out of the text."""
 
 
@@ -85,6 +83,8 @@ def part_text(part: OtherModel, *, asked_at: str | None = None) -> str:
         return refusal
     if isinstance(source, dict) and source.get("type") == "text":
         return str(source.get("data") or "")
+    if part.type == "search_result":
+        return plain_text(fields.get("content"))
     kind = FILES.get(part.type)
     if asked_at is not None:
         what = "images and other files" if kind else f"parts of the type {part.type!r:.80}"
@@ -92,26 +92,29 @@ def part_text(part: OtherModel, *, asked_at: str | None = None) -> str:
     return placeholder(kind or part.type[:80])
 
 
+def plain_text(content: Any) -> str:
+    """Return the text of a content that was not validated: a text, parts, or data, which become JSON."""
+    given = result_text(content)
+    if not isinstance(given, list):
+        return "" if given is None else str(given)
+    texts = [each.get("text") if isinstance(each, dict) else None for each in given]
+    kinds = [FILES.get(kind := str(each.get("type"))[:80], kind) for each in given]
+    return JOINED.join(
+        text if isinstance(text, str) else placeholder(kind) for text, kind in zip(texts, kinds, strict=True)
+    )
+
+
 def placeholder(what: str) -> str:
     """Return the text that stands for something that the model cannot read."""
     return f"[{what}, not shown to this model]"
 
 
-class ConvertedMessage(ChatMessage):
-    """A message that was converted from another format."""
-
-    place: str = Field(exclude=True)
-    """Path in the request that was converted: of the message, or of the id of the call whose result it is."""
-
-
 @dataclass(kw_only=True)
 class _Message:
     role: Role
-    place: str
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
-    calls: dict[str, MessageToolCall] = field(default_factory=dict)
-    """Tool calls by their id, or else their place."""
+    calls: list[MessageToolCall] = field(default_factory=list)
     answered: str | None = None
     """Id of the call whose result this is."""
 
@@ -120,11 +123,11 @@ class _Message:
         others: dict[str, Any] = {
             "tool_call_id": self.answered,
             "reasoning_content": JOINED.join(self.thoughts),
-            "tool_calls": list(self.calls.values()),
+            "tool_calls": self.calls,
         }
         present = {name: value for name, value in others.items() if value}
         content = JOINED.join([text for text in self.texts if text])
-        return ConvertedMessage.model_construct(role=self.role, content=content, place=self.place, **present)
+        return ChatMessage.model_construct(role=self.role, content=content, **present)
 
 
 def function_tool(
@@ -153,13 +156,9 @@ class ChatHistory:
         self._messages: list[_Message] = []
         self._calls = 0
 
-    def add(self, role: Role, texts: Sequence[str] = (), *, thoughts: Iterable[str] = (), place: str) -> None:
-        """Add a message, or a part of the last one if it has the same role.
-
-        Args:
-            place: Path of the message in the request.
-        """
-        message = self._last(role, place)
+    def add(self, role: Role, texts: Sequence[str] = (), *, thoughts: Iterable[str] = ()) -> None:
+        """Add a message, or a part of the last one if it has the same role."""
+        message = self._last(role)
         message.texts += texts
         message.thoughts += thoughts
 
@@ -170,7 +169,7 @@ class ChatHistory:
             place: Path of the call in the request, for errors.
 
         Raises:
-            InvalidRequestError: there are too many calls, or the message has another call with this id.
+            InvalidRequestError: there are too many calls.
         """
         self._calls += 1
         if self._calls > CALL_LIMIT:
@@ -178,30 +177,21 @@ class ChatHistory:
                 f"{place}: the conversation has more than {CALL_LIMIT:,} tool calls, the limit; leave the oldest out",
                 param=place,
             )
-        calls = self._last("assistant", place).calls
-        if call_id and call_id in calls:
-            raise InvalidRequestError(
-                f"{place}: another call of the same answer has the id {call_id[:80]!r:.80}; ids must be unique",
-                param=place,
-            )
         function = CalledFunction.model_construct(name=name, arguments=arguments)
-        calls[call_id or place] = MessageToolCall.model_construct(id=call_id, type="function", function=function)
+        call = MessageToolCall.model_construct(id=call_id, type="function", function=function)
+        self._last("assistant").calls.append(call)
 
-    def add_result(self, call_id: str | None, texts: list[str], *, place: str) -> None:
-        """Add the result of a tool call.
-
-        Args:
-            place: Path of the call's id in the request.
-        """
-        self._messages.append(_Message(role="tool", texts=texts, answered=call_id, place=place))
+    def add_result(self, call_id: str | None, texts: list[str]) -> None:
+        """Add the result of a tool call."""
+        self._messages.append(_Message(role="tool", texts=texts, answered=call_id))
 
     def messages(self) -> list[ChatMessage]:
         """Return the messages in the chat format."""
         return [message.converted() for message in self._messages]
 
-    def _last(self, role: Role, place: str) -> _Message:
+    def _last(self, role: Role) -> _Message:
         if not self._messages or self._messages[-1].role != role:
-            self._messages.append(_Message(role=role, place=place))
+            self._messages.append(_Message(role=role))
         return self._messages[-1]
 
 

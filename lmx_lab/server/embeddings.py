@@ -94,7 +94,7 @@ def embedding_routes(service: InferenceService) -> APIRouter:
     async def compute(request: Request, given: Input, model: str, **options: Any) -> Embeddings:
         wanted = EmbeddingRequest(
             inputs=tuple(listed_inputs(given)),
-            model=None if model == ANY_MODEL else model,
+            model=requested_model(model),
             caller=service.caller_of(request),
             **options,
         )

@@ -65,6 +65,7 @@ NAMES = FieldNames(
         "stop": "stop_sequences",
         "response_format.json_schema.schema": "output_config.format.schema",
         "response_format": "output_config.format",
+        "messages.tool_call_id": "messages.content.tool_use_id",
     }
 )
 """Fields of the Messages format, by the chat format's fields that errors name."""
@@ -144,7 +145,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     # Claude Code adds this block. It differs in every request, so a prompt that contained it would never be in the
     # prefix cache.
     if kept := [text for text in system if not text.lstrip().startswith("x-anthropic-billing-header:")]:
-        history.add("system", kept, place="system")
+        history.add("system", kept)
     roles = []
     for message in body.messages:
         blocks = [] if isinstance(message.content, str | None) else message.content
@@ -186,7 +187,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
 def _add_message(history: ChatHistory, message: InputMessage, place: str, *, is_newest: bool) -> None:
     """Add a message to the history: first its tool results, then the rest."""
     if isinstance(message.content, str | None):
-        history.add(message.role, [message.content or ""], place=place)
+        history.add(message.role, [message.content or ""])
         return
     has_results = any(isinstance(block, ToolResultBlock) for block in message.content)
     texts: list[str] = []
@@ -202,7 +203,7 @@ def _add_message(history: ChatHistory, message: InputMessage, place: str, *, is_
             case ToolUseBlock() if message.role == "assistant":
                 calls.append((block, at))
             case ToolResultBlock() if message.role == "user":
-                history.add_result(block.tool_use_id, content_texts(block.content or ""), place=f"{at}.tool_use_id")
+                history.add_result(block.tool_use_id, content_texts(block.content or ""))
             case OtherBlock():
                 # An image beside results of tools is usually a part of one of them.
                 texts.append(part_text(block, asked_at=at if is_newest and not has_results else None))
@@ -211,7 +212,7 @@ def _add_message(history: ChatHistory, message: InputMessage, place: str, *, is_
                     f"{at}: {block.type} is not valid in a message of the {message.role}", param=at
                 )
     if texts or thoughts or calls or not has_results:
-        history.add(message.role, texts, thoughts=thoughts, place=place)
+        history.add(message.role, texts, thoughts=thoughts)
     for call, at in calls:
         history.add_call(call.id, call.name, call.input, place=at)
 

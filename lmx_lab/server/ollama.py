@@ -219,8 +219,7 @@ def engine_request(body: OllamaChatRequest | OllamaGenerateRequest) -> Generatio
     """Convert a request to the engine's request.
 
     Raises:
-        InvalidRequestError: fields do not fit together, a tool's message does not answer a call, or the request is not
-            valid in the chat format.
+        InvalidRequestError: fields do not fit together, or the request is not valid in the chat format.
     """
     if isinstance(body, OllamaChatRequest):
         functions = [tool.function for tool in body.tools or ()]

@@ -74,14 +74,8 @@ def token_routes(manager: ModelManager) -> APIRouter:
             reading = manager.with_model(wanted, lambda model: model.token_bytes(tokens))
             pieces = await while_connected(request, reading)
             if body.with_pieces:
-                answer["tokens"] = []
-                for token, data in zip(tokens, pieces, strict=True):
-                    piece: str | list[int]
-                    try:
-                        piece = data.decode()
-                    except UnicodeDecodeError:
-                        piece = list(data)
-                    answer["tokens"].append({"id": token, "piece": piece})
+                pairs = zip(tokens, pieces, strict=True)
+                answer["tokens"] = [{"id": token, "piece": _piece(data)} for token, data in pairs]
             if body.return_token_strs:
                 answer["token_strs"] = [token_text(data) for data in pieces]
         return json_response(to_json(answer), body.unknown)
@@ -142,6 +136,14 @@ def token_routes(manager: ModelManager) -> APIRouter:
         )
 
     return router
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """Return the text of a token, or its bytes if it is a part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 def _loaded(manager: ModelManager) -> tuple[EngineSnapshot, ModelEntry]:

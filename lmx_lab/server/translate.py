@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic_core import to_json
 
@@ -23,11 +23,12 @@ from lmx_lab.engine import (
 )
 from lmx_lab.engine.grammar.schemas import unenforced
 from lmx_lab.engine.requests import Prompt
+from lmx_lab.engine.text.tool_prompt import unmatched_results
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.convert import ConvertedMessage, content_texts, newest_question, placeholder
+from lmx_lab.server.convert import content_texts, newest_question, placeholder, plain_text
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta, merge_tool_calls
 from lmx_lab.wire.base import ANY_MODEL
-from lmx_lab.wire.chat import ChatMessage, ChatRequest, Reasoning, SocketStats, TextContent
+from lmx_lab.wire.chat import ChatMessage, ChatRequest, OtherContent, Reasoning, SocketStats, TextContent
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.formats import JsonObjectFormat, JsonSchemaFormat, RegexFormat, TextFormat
 from lmx_lab.wire.generation import (
@@ -38,7 +39,7 @@ from lmx_lab.wire.generation import (
     Timings,
     Usage,
 )
-from lmx_lab.wire.tools import AllowedToolsChoice, NamedToolChoice, chosen_names, format_names, unique_functions
+from lmx_lab.wire.tools import AllowedToolsChoice, NamedToolChoice, chosen_names, unique_functions
 
 LOWEST_LOGPROB = -9999.0
 """The log-probability of an impossible token in the chat-completions format, because JSON has no infinity."""
@@ -47,15 +48,13 @@ GREEDY: Mapping[str, Any] = {"temperature": 0, "top_p": 1.0, "top_k": 0, "min_p"
 SAMPLING = tuple(Sampling.__dataclass_fields__)
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-T = TypeVar("T")
 
 
 def generation_request(request: ChatRequest) -> GenerationRequest:
     """Convert a chat request to the engine's request.
 
     Raises:
-        InvalidRequestError: a ``tool`` message does not answer a tool call, or the newest message of the user has a
-            part that is not text.
+        InvalidRequestError: the newest message of the user has a part that is not text.
     """
     tools, choice, offered = None, request.choice, request.offered
     functions = unique_functions(offered) if offered and choice != "none" else {}
@@ -91,7 +90,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
     thinking = {} if thinks is None else {"enable_thinking": thinks}
     return GenerationRequest(
         prompt=ChatPrompt(
-            messages=tuple(_messages(request.messages)),
+            messages=_messages(request.messages),
             tools=tools,
             template_options={**effort, **thinking, **(request.chat_template_kwargs or {})},
             continues=_continues(request, is_enforced=is_enforced),
@@ -102,6 +101,7 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
         thinking_budget=request.thinking_token_budget,
         max_tokens=request.setting("max_tokens") or 4096,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        after_sampling=bool(request.post_sampling_probs),
         **_parameters(request, temperature=0.7),
     )
 
@@ -190,7 +190,7 @@ def _continues(request: ChatRequest, *, is_enforced: bool) -> bool:
     """
     last, field = request.messages[-1], "continue_final_message"
     asked = last.prefix if request.continue_final_message is None else request.continue_final_message
-    can_continue = last.role == "assistant" and not last.calls
+    can_continue = last.role == "assistant" and not last.calls and not _blocks(last, "tool_use")
     if request.continue_final_message and not can_continue:
         problem = (
             "is true, but the last message is not one of the assistant without tool_calls; end with the message that "
@@ -212,19 +212,66 @@ def _continues(request: ChatRequest, *, is_enforced: bool) -> bool:
     raise InvalidRequestError(f"{field}: {problem}", param=field)
 
 
-def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:
-    """Yield the messages for the chat template.
+class _Conversation:
+    """The messages for the chat template.
 
     Results of tools follow the message with their calls, as templates expect it, even if the client has sent other
     messages between them. A call without an id gets one. A result without an id belongs to a call of the last answer
-    with calls: the first one of its function that has no result yet, or else the first one that has none.
+    with calls: the first one of its function that has no result yet, or else the first one that has none. A result
+    without such a call, as in a shortened conversation, stays where it is.
     """
-    newest = newest_question(message.role for message in messages)
-    groups: list[list[Mapping[str, Any]]] = []
-    calls: dict[str, list[Mapping[str, Any]] | None] = {}
-    """The group of the message with each call; None if the call has a result."""
-    latest: dict[str, str] = {}
-    """Names of the functions of the last answer with calls, by the id of the call."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[Mapping[str, Any]]] = []
+        self._waiting: dict[str, list[list[Mapping[str, Any]]]] = {}
+        """The groups of the messages with the calls of each id that have no result yet."""
+        self._latest: list[tuple[str, str]] = []
+        """The id and the function of each call of the last answer with calls."""
+        self._calls = 0
+
+    def add(self, message: dict[str, Any], calls: Sequence[tuple[str | None, str, Any]] = ()) -> None:
+        """Add a message with its calls: the id, the function and the arguments of each."""
+        self._groups.append([message])
+        if not calls:
+            return
+        named = [(id_ or f"call_{at}", *called) for at, (id_, *called) in enumerate(calls, self._calls + 1)]
+        message["tool_calls"] = [
+            {"type": "function", "id": id_, "function": {"name": name, "arguments": arguments}}
+            for id_, name, arguments in named
+        ]
+        self._calls += len(calls)
+        self._latest = [(id_, name) for id_, name, _ in named]
+        for id_, _ in self._latest:
+            self._waiting.setdefault(id_, []).append(self._groups[-1])
+
+    def add_result(self, message: dict[str, Any], call_id: str | None) -> None:
+        """Add the result of a tool.
+
+        Args:
+            call_id: The id of its call; None or an empty text if it is not known.
+        """
+        if not call_id:
+            left = [(id_, name) for id_, name in self._latest if self._waiting.get(id_)]
+            of_function = [id_ for id_, name in left if name == message.get("name")]
+            call_id = next(iter(of_function or [id_ for id_, _ in left]), None)
+        result = {**message, "role": "tool"} | ({} if call_id is None else {"tool_call_id": call_id})
+        if called_in := self._waiting.get(call_id or ""):
+            called_in.pop().append(result)
+        else:
+            self._groups.append([result])
+
+    def messages(self) -> tuple[Mapping[str, Any], ...]:
+        """Return all messages."""
+        return tuple(itertools.chain.from_iterable(self._groups))
+
+
+def _messages(messages: Sequence[ChatMessage]) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages for the chat template.
+
+    Calls and results may also be parts of a message, as in the Messages format, which Cursor sends.
+    """
+    roles = ["tool" if _has_only_results(message) else message.role for message in messages]
+    newest, conversation = newest_question(roles), _Conversation()
     for number, message in enumerate(messages):
         texts = content_texts(
             message.content or message.refusal or "",
@@ -241,53 +288,45 @@ def _messages(messages: Sequence[ChatMessage]) -> Iterator[Mapping[str, Any]]:
             converted["name"] = message.name
         if (reasoning := message.effective_reasoning) is not None:
             converted["reasoning_content"] = reasoning
-        if message.role not in ("tool", "function"):
-            groups.append([converted])
-            if message.calls:
-                named = [
-                    (call.id or f"call_{at}", call.called) for at, call in enumerate(message.calls, len(calls) + 1)
-                ]
-                converted["tool_calls"] = [
-                    {"type": "function", "id": id_, "function": {"name": called.name, "arguments": called.arguments}}
-                    for id_, called in named
-                ]
-                latest = {id_: called.name for id_, called in named}
-                calls |= dict.fromkeys(latest, groups[-1])
+        if message.role in ("tool", "function"):
+            conversation.add_result(converted, message.tool_call_id)
             continue
-        given = message.tool_call_id
-        if not given:
-            waiting = [id_ for id_ in latest if calls[id_] is not None]
-            given = next((id_ for id_ in waiting if latest[id_] == message.name), next(iter(waiting), None))
-        place = message.place if isinstance(message, ConvertedMessage) else f"messages.{number}.tool_call_id"
-        _called_in(calls, given, place).append({**converted, "role": "tool", "tool_call_id": given})
-        calls[str(given)] = None
-    return chain.from_iterable(groups)
+        calls = [(call.id, call.called.name, call.called.arguments) for call in message.calls]
+        for block in _blocks(message, "tool_use"):
+            arguments = block.get("input")
+            calls.append(
+                (_id_in(block, "id"), str(block.get("name")), arguments if isinstance(arguments, dict) else {})
+            )
+        for block in _blocks(message, "tool_result"):
+            content = {"content": plain_text(block.get("content"))}
+            conversation.add_result(content, _id_in(block, "tool_use_id"))
+        if roles[number] != "tool":
+            conversation.add(converted, calls)
+    return conversation.messages()
 
 
-def _called_in(calls: Mapping[str, T | None], given: str | None, place: str) -> T:
-    """Return the value of the call that a result names.
+def _blocks(message: ChatMessage, kind: str) -> list[dict[str, Any]]:
+    """Return the fields of the parts of a message that have this type of the Messages format."""
+    parts = () if isinstance(message.content, str | None) else message.content
+    return [part.model_extra or {} for part in parts if isinstance(part, OtherContent) and part.type == kind]
 
-    Raises:
-        InvalidRequestError: the result does not answer an earlier call, or the call has a result; the error names the
-            place.
+
+def _id_in(block: Mapping[str, Any], name: str) -> str | None:
+    return id_ if isinstance(id_ := block.get(name), str) else None
+
+
+def _has_only_results(message: ChatMessage) -> bool:
+    return bool(message.content) and len(message.content or "") == len(_blocks(message, "tool_result"))
+
+
+def fields_without_effect(request: GenerationRequest) -> Iterator[str]:
+    """Yield the fields of the chat format that turned out to have no effect: keywords of schemas that are not enforced,
+    with the field that contains them, and ids of calls that are not in the conversation.
     """
-    if given is not None and (called := calls.get(given)) is not None:
-        return called
-    unanswered = format_names([name for name, called in calls.items() if called is not None]) or "none"
-    if not calls:
-        what = "is missing" if given is None else f"{given[:80]!r:.80} does not answer a call"
-        problem = f"{what}; a result must follow the assistant's message with its call (tool_calls), and there is none"
-    elif given is None:
-        problem = f"is missing; calls before this message without a result: {unanswered}"
-    elif given in calls:
-        problem = f"{given[:80]!r:.80} was answered by an earlier message; send one result for each call"
-    else:
-        problem = f"{given[:80]!r:.80} does not answer a call; calls before this message without a result: {unanswered}"
-    raise InvalidRequestError(f"{place}: {problem}", param=place)
-
-
-def unenforced_keywords(request: GenerationRequest) -> Iterator[str]:
-    """Yield the keywords of schemas that are not enforced, with the field of the chat format that contains them."""
+    if isinstance(request.prompt, ChatPrompt):
+        messages = request.prompt.messages
+        if any("tool_call_id" in messages[at] for at in unmatched_results(messages)):
+            yield "messages.tool_call_id"
     if (form := request.answer_format) is not None and form.kind == "json_schema" and not form.strict:
         yield from (f"response_format.{name}" for name in unenforced(json.loads(form.text)))
     if isinstance(request.prompt, ChatPrompt) and request.prompt.tools is not None:
@@ -348,7 +387,7 @@ def timings(prompts: Sequence[Sequence[GenerationReport]]) -> Timings:
     computed, predicted = total.prompt_tokens - cached, total.completion_tokens
     prompt_s = predicted_s = queue_s = ttft_s = 0.0
     peak_bytes = drafted = accepted = 0
-    for report in chain.from_iterable(prompts):
+    for report in itertools.chain.from_iterable(prompts):
         prompt_s = max(prompt_s, report.prefill_s)
         predicted_s = max(predicted_s, report.decode_s)
         queue_s = max(queue_s, report.queue_s)

@@ -175,14 +175,16 @@ class ChatMessage(LenientModel):
     def _check_role(self) -> Self:
         if "content" not in self.model_fields_set and self.role not in ("assistant", "tool", "function"):
             raise ValueError("content is missing")
-        for name, value, role in (
-            ("tool_calls", self.tool_calls, "assistant"),
-            ("function_call", self.function_call, "assistant"),
-            ("tool_call_id", self.tool_call_id, "tool"),
-            ("reasoning_content", self.effective_reasoning, "assistant"),
+        for name, value, roles in (
+            ("tool_calls", self.tool_calls, ("assistant",)),
+            ("function_call", self.function_call, ("assistant",)),
+            ("tool_call_id", self.tool_call_id, ("tool", "function")),
+            ("reasoning_content", self.effective_reasoning, ("assistant",)),
         ):
-            if value and self.role != role:
-                raise ValueError(f"{name} is only valid in messages of the role {role!r}; this role is {self.role!r}")
+            if value and self.role not in roles:
+                raise ValueError(
+                    f"{name} is only valid in messages of the role {roles[0]!r}; this role is {self.role!r}"
+                )
         return self
 
 

@@ -29,7 +29,6 @@ from lmx_lab.wire.base import (
     WHOLE,
     AnyModel,
     LenientModel,
-    NonEmpty,
     OtherModel,
     Probability,
     Stops,
@@ -61,7 +60,7 @@ class ToolUseBlock(LenientModel):
     type: Literal["tool_use"]
     id: str | None = None
     """Without an id, the results in the next message belong to the calls in their order."""
-    name: NonEmpty
+    name: str
     input: Annotated[Arguments, FEW_VALUES] = Field(default={})
     """An object. Its text and null, which some clients send for a call that was cut off, are also accepted."""
 

@@ -78,7 +78,7 @@ class FunctionCallItem(LenientModel):
     type: Literal["function_call"]
     call_id: str | None = None
     """Without it, the outputs in the next items belong to the calls in their order."""
-    name: NonEmpty
+    name: str
     namespace: str | None = None
     arguments: Annotated[str, BeforeValidator(_arguments_text), ARGUMENTS_SCHEMA] = "{}"
     """JSON of an object, or the object."""
@@ -89,7 +89,7 @@ class CustomCallItem(LenientModel):
 
     type: Literal["custom_tool_call"]
     call_id: str | None = None
-    name: NonEmpty
+    name: str
     namespace: str | None = None
     input: Written
 
@@ -178,6 +178,13 @@ InputItems = TypeAliasType(
 # Tools
 
 
+def _flattened(value: Any) -> Any:
+    """Return a function, or its name, in this format if it is written as in the chat format."""
+    if not isinstance(value, dict) or not isinstance(function := value.get("function"), dict):
+        return value
+    return {**{name: each for name, each in value.items() if name != "function"}, **function}
+
+
 class FlatFunction(LenientModel):
     """A function that the model can call."""
 
@@ -186,6 +193,8 @@ class FlatFunction(LenientModel):
     description: str | None = None
     parameters: ParameterSchema | None = None
     strict: bool | None = None
+
+    _flatten = model_validator(mode="before")(_flattened)
 
 
 class InputGrammar(LenientModel):
@@ -245,6 +254,8 @@ class ToolReference(LenientModel):
     type: NonEmpty
     name: str | None = None
     namespace: str | None = None
+
+    _flatten = model_validator(mode="before")(_flattened)
 
 
 ToolReferences = TypeAliasType(

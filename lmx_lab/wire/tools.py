@@ -43,6 +43,23 @@ def format_names(names: Sequence[str]) -> str:
 # Definitions
 
 
+def _read_parameters(parameters: Any) -> Any:
+    """Return the schema of an object, whose type may be missing or allow null. PHP writes empty objects as lists."""
+    if parameters == []:
+        return {}
+    if not isinstance(parameters, dict):
+        return parameters
+    kind, changes = parameters.get("type", "object"), dict[str, Any]()
+    if kind in (None, "") or (isinstance(kind, list) and "object" in kind):
+        changes["type"] = "object"
+    if parameters.get("properties") == []:
+        changes["properties"] = {}
+    return {**parameters, **changes} if changes else parameters
+
+
+READ_PARAMETERS = BeforeValidator(_read_parameters)
+
+
 def _check_parameters(parameters: Any) -> Any:
     if parameters is None:
         return None
@@ -58,7 +75,12 @@ def _check_parameters(parameters: Any) -> Any:
 ParameterSchema = TypeAliasType(
     "ParameterSchema",
     Annotated[
-        dict[str, Any], FailFast(), Field(max_length=MEMBER_LIMIT), FEW_VALUES, AfterValidator(_check_parameters)
+        dict[str, Any],
+        FailFast(),
+        Field(max_length=MEMBER_LIMIT),
+        FEW_VALUES,
+        AfterValidator(_check_parameters),
+        READ_PARAMETERS,
     ],
 )
 """JSON schema of the arguments of a function, in formats whose requests are converted to the chat format."""
@@ -70,7 +92,10 @@ class FunctionDefinition(LenientModel):
     name: Name
     description: str | None = None
     parameters: Annotated[
-        Any, AfterValidator(_check_parameters), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+        Any,
+        AfterValidator(_check_parameters),
+        READ_PARAMETERS,
+        WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]}),
     ] = None
     """JSON schema of the object of its arguments; null for a function without arguments."""
 
@@ -94,6 +119,19 @@ def tag(value: Any, tags: Mapping[str, str], default: str | None = None) -> str:
     """Return the tag of a member of a union by its ``type``. With its brackets, it is not shown in errors."""
     given = (value.get("type") or default) if isinstance(value, dict) else getattr(value, "type", None)
     return f"dict[{tags.get(given, 'other') if isinstance(given, str) else 'other'}]"
+
+
+def _read_tool(tool: Any) -> Any:
+    """Return a function in this format that is written as in the Responses or in the Messages format, as by Cursor."""
+    match tool:
+        case {"function": _}:
+            return tool
+        case {"type": "function", "name": str()}:
+            return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        case {"name": str(), "input_schema": schema}:
+            others = {name: value for name, value in tool.items() if name not in ("type", "input_schema")}
+            return {"type": "function", "function": {**others, "parameters": schema}}
+    return tool
 
 
 def _check_tools(tools: list[T]) -> list[T]:
@@ -122,6 +160,7 @@ Tools = TypeAliasType(
             Annotated[
                 Annotated[FunctionTool, Tag("dict[function]")] | Annotated[HostedTool, Tag("dict[other]")],
                 Discriminator(lambda value: tag(value, {"function": "function"})),
+                BeforeValidator(_read_tool),
             ]
         ],
         FailFast(),
@@ -268,12 +307,13 @@ def read_arguments(given: Any) -> Any:
     """Read the arguments of a call. In the format they are JSON as a text, which is parsed only here.
 
     A text that is not a JSON object is returned unchanged, because an answer that was cut off at ``max_tokens`` ends
-    with a part of an object, and the conversation has to remain usable. Some clients send null for no arguments.
+    with a part of an object, and the conversation has to remain usable. Some clients send null or an empty list for no
+    arguments.
 
     Raises:
         ValueError: they are neither a text nor an object.
     """
-    value = {} if given is None else given
+    value = {} if given is None or given == [] else given
     if isinstance(given, str):
         try:
             value = (_JSON.validate_json(given) if given.strip() else None) or {}
@@ -298,7 +338,8 @@ Arguments = Annotated[Any, AfterValidator(read_arguments), ARGUMENTS_SCHEMA]
 class CalledFunction(LenientModel):
     """The function of a call in a history."""
 
-    name: NonEmpty
+    name: str
+    """Empty if another server could not read the call."""
     arguments: Arguments = Field(default={})
     """An object, or its JSON as in answers. An empty text and null mean an empty object."""
 
@@ -309,7 +350,7 @@ class CalledFunction(LenientModel):
 class CustomCall(LenientModel):
     """The call of a custom tool, which is called with text instead of JSON."""
 
-    name: NonEmpty
+    name: str
     input: Written
 
 
@@ -342,20 +383,8 @@ class MessageToolCall(LenientModel):
         return CalledFunction.model_construct(name=self.custom.name, arguments={"input": self.custom.input})
 
 
-def _check_ids(calls: list[MessageToolCall]) -> list[MessageToolCall]:
-    seen: set[str] = set()
-    for call in calls:
-        if not call.id:
-            continue
-        if call.id in seen:
-            raise ValueError(f"two calls have the id {call.id[:80]!r:.80}; ids must be unique within a message")
-        seen.add(call.id)
-    return calls
-
-
 MessageToolCalls = TypeAliasType(
-    "MessageToolCalls",
-    Annotated[list[MessageToolCall], FailFast(), Field(max_length=CALL_LIMIT), AfterValidator(_check_ids)],
+    "MessageToolCalls", Annotated[list[MessageToolCall], FailFast(), Field(max_length=CALL_LIMIT)]
 )
 
 

@@ -165,7 +165,6 @@ INVALID = (400, "invalid-request")
         (CHAT, chat(format="xml"), INVALID, "format: must be"),
         (CHAT, chat(options={"temperature": "1"}), INVALID, "options.temperature"),
         (CHAT, chat(options={"stop": ["x"] * 17}), INVALID, "options.stop"),
-        (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), INVALID, "tool_call_id"),
         (GENERATE, {"prompt": "a", "format": {"title": "x" * 300_000}}, INVALID, "format: has"),
         (CHAT, chat(model="other:latest"), (503, "no-model-loaded"), "other is not loaded"),
         (CHAT, chat(model="none:7b"), (404, "model-not-found"), "none:7b"),

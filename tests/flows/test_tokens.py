@@ -52,7 +52,6 @@ def test_a_chat_is_tokenized_as_its_template_writes_it(http):
         ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
         ("/detokenize", {"tokens": "1"}, 400, "tokens"),
         ("/detokenize", {"tokens": [1], "model": "none"}, 404, "model"),
-        ("/apply-template", {"messages": [{"role": "tool", "content": "a"}]}, 400, "messages.0.tool_call_id"),
     ],
 )
 def test_invalid_requests_are_refused(http, path, body, status, param):

@@ -291,6 +291,8 @@ def _normalize(schema: dict[str, Any]) -> dict[str, Any]:
         if (value is not None or key not in ALL_KEYWORDS or key == "const")
         and not any(_restricting(value) == neutral for neutral in NEUTRAL.get(key, ()))
     }
+    # PHP writes empty objects as lists.
+    kept |= {key: {} for key in SCHEMAS_BY_NAME if kept.get(key) == []}
     if isinstance(kept.get("items"), list):
         kept |= {"prefixItems": kept["items"], "items": kept.pop("additionalItems", True)}
     for key, other in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):

@@ -20,7 +20,14 @@ from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, ToolUse
 from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.text.channels import CONTENT, REASONING, TOOL, ChannelFormat
 from lmx_lab.engine.text.tool_calls import CallFormat
-from lmx_lab.engine.text.tool_prompt import END, START, alternate, template_tools, write_tools_as_text
+from lmx_lab.engine.text.tool_prompt import (
+    END,
+    START,
+    alternate,
+    template_tools,
+    write_tools_as_text,
+    write_unmatched_results,
+)
 from lmx_lab.engine.tokenizing.templates import (
     ANSWER,
     CALL,
@@ -124,6 +131,8 @@ class ChatFormat:
     """Whether the template accepts a system message."""
     supports_notes: bool = True
     """Whether the template writes system messages after the first message."""
+    supports_unmatched_results: bool = True
+    """Whether the template writes results of tools without a call."""
     own_calls: OwnCallFormat | None = None
     """The format of calls that the template writes; None for the generic one."""
     convert_message: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
@@ -216,6 +225,8 @@ class ChatFormat:
             messages = write_tools_as_text(messages, prompt.tools, system=self.supports_system)
         else:
             own = self.own_calls
+            if strict or not self.supports_unmatched_results:
+                messages = write_unmatched_results(messages)
             messages = messages if own is None else [own.with_written_calls(message) for message in messages]
             if prompt.tools is not None:
                 given["tools"] = template_tools(prompt.tools if own is None else own.with_written_names(prompt.tools))
@@ -338,6 +349,7 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
         supports_tools=is_harmony or tokenizer.has_tool_calling or _writes_generic_calls(tokenizer),
         supports_system=_supports_system(tokenizer),
         supports_notes=_supports_system(tokenizer, after=(USER, ANSWER)),
+        supports_unmatched_results=RESULT["content"] in (_render(tokenizer, USER, RESULT, USER) or ""),
         own_calls=own_calls,
         convert_message=convert_message,
         initial=BETWEEN if is_harmony else tokenizer.response_initial_state or CONTENT,

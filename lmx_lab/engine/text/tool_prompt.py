@@ -9,7 +9,8 @@ have often seen in training. The system message lists the tools as JSON. The ans
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -90,12 +91,36 @@ def write_tools_as_text(
     return [{"role": "system", "content": instructions}, *written]
 
 
+def unmatched_results(messages: Iterable[Mapping[str, Any]]) -> Iterator[int]:
+    """Yield the indices of results of tools without a call, as in a shortened conversation, or with a call whose result
+    came before.
+    """
+    waiting = Counter[str | None]()
+    for at, message in enumerate(messages):
+        waiting.update(call["id"] for call in message.get("tool_calls") or ())
+        if message["role"] == "tool":
+            id_ = message.get("tool_call_id")
+            if waiting[id_]:
+                waiting[id_] -= 1
+            else:
+                yield at
+
+
+def write_unmatched_results(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the conversation with results of tools without a call as messages of the user, which name the tool."""
+    written = list(messages)
+    for at in unmatched_results(messages):
+        tool = f"the tool {written[at]['name']}" if written[at].get("name") else "a tool"
+        written[at] = {"role": "user", "content": f"Result of {tool}:\n{written[at]['content']}"}
+    return written
+
+
 def alternate(messages: Iterable[Mapping[str, Any]], *, system: bool) -> list[dict[str, Any]]:
     """Return a conversation in the form that the strictest chat templates accept.
 
-    Messages of the user and of the assistant alternate, beginning with the user: consecutive messages of a role are
-    joined, and empty messages are added. A system message is the first one or a part of the user's message after it.
-    Arguments of calls are objects.
+    Messages of the user and of the assistant alternate, beginning with the user, of whom there is at least one message,
+    unless there are none: consecutive messages of a role are joined, and empty messages are added. A system message is
+    the first one or a part of the user's message after it. Arguments of calls are objects.
 
     Args:
         system: Whether the template supports a system message.
@@ -126,6 +151,8 @@ def alternate(messages: Iterable[Mapping[str, Any]], *, system: bool) -> list[di
         if role == "assistant" and before in ("", "system"):
             written.append({"role": "user", "content": ""})
         written.append(added)
+    if written and not any(message["role"] == "user" for message in written):
+        written.append({"role": "user", "content": ""})
     return written
 
 

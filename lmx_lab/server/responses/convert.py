@@ -15,7 +15,15 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.server.convert import ChatHistory, FieldNames, content_texts, function_tool, newest_question, placeholder
+from lmx_lab.server.convert import (
+    ChatHistory,
+    FieldNames,
+    content_texts,
+    function_tool,
+    newest_question,
+    placeholder,
+    plain_text,
+)
 from lmx_lab.wire.base import new_id
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.errors import validated
@@ -61,6 +69,7 @@ NAMES = FieldNames(
         "tools.*.function": "tools.*",
         "tool_choice.function": "tool_choice",
         "max_tokens": "max_output_tokens",
+        "messages.tool_call_id": "input.call_id",
         "messages": "input",
     }
 )
@@ -159,7 +168,7 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem], *, earli
             answer_format = {"type": answer_format.pop("type"), "json_schema": answer_format}
     history = ChatHistory()
     if body.instructions:
-        history.add("system", [body.instructions], place="instructions")
+        history.add("system", [body.instructions])
     forced = choice if isinstance(choice, CallableTool) else None
     if choice == "required" and len(offered.tools) == 1:
         forced = offered.tools[0]
@@ -170,7 +179,7 @@ def convert_request(body: ResponsesRequest, items: Sequence[InputItem], *, earli
         answer_format = {"type": kind, kind: grammar.definition}
         described = f": {forced.definition.description}" if forced.definition.description else ""
         rule = f"Call the tool {forced.name}{described}\nAnswer only with the input of the tool."
-        history.add("system", [rule], place="tool_choice")
+        history.add("system", [rule])
     _add_items(history, items, earlier)
     messages = history.messages()
     if not messages:
@@ -226,9 +235,9 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem], earlier: int) -
                 # Chat templates use the role "system"; "developer" is its newer name.
                 role = "system" if item.role == "developer" else item.role
                 asked_at = f"{place}.content" if number == newest else None
-                history.add(role, content_texts(item.content or "", asked_at=asked_at), place=place)
+                history.add(role, content_texts(item.content or "", asked_at=asked_at))
             case ReasoningItem():
-                history.add("assistant", thoughts=content_texts(item.content or item.summary or []), place=place)
+                history.add("assistant", thoughts=content_texts(item.content or item.summary or []))
             case FunctionCallItem():
                 name = chat_name(item.name, item.namespace)
                 history.add_call(item.call_id, name, read_arguments(item.arguments), place=place)
@@ -236,12 +245,13 @@ def _add_items(history: ChatHistory, items: Sequence[InputItem], earlier: int) -
                 name = chat_name(item.name, item.namespace)
                 history.add_call(item.call_id, name, {INPUT: item.input}, place=place)
             case CallOutputItem():
-                history.add_result(item.call_id, content_texts(item.output or ""), place=f"{place}.call_id")
+                history.add_result(item.call_id, content_texts(item.output or ""))
             case CompactionItem():
-                history.add("user", [read_summary(item.encrypted_content)], place=place)
+                history.add("user", [read_summary(item.encrypted_content)])
             case OtherItem() if item.type not in IGNORED_ITEMS:
                 role = "user" if item.type.endswith("_output") else "assistant"
-                history.add(role, [placeholder(item.type[:80])], place=place)
+                text = plain_text((item.model_extra or {}).get("output")) if role == "user" else ""
+                history.add(role, [text or placeholder(item.type[:80])])
 
 
 def compaction(summary: str) -> dict[str, Any]:

@@ -12,15 +12,17 @@ from lmx_lab.engine import ChatPrompt, GenerationRequest, Tool, ToolUse
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.llama_cpp.tokenizer import GgufTokenizer, join_texts
+from lmx_lab.engine.preparer import render_chat_template
 from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, detect_chat_format
 from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.engine.text.tool_prompt import template_tools
 from lmx_lab.engine.tokenizing.templates import TemplateRefusalError, render_chat
+from lmx_lab.errors import InvalidRequestError
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.gguf.header import read_header
 from lmx_lab.weights.gguf.tokenizer import CONTROL, USER_DEFINED
-from tests.support.engines import merge
+from tests.support.engines import entry_of, merge
 from tests.support.families import FAMILIES, MORE_FAMILIES, Family
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -138,6 +140,34 @@ async def outcome(rendering):
     except (TemplateRefusalError, RefusedError) as exc:
         return f"refused: {exc}"
     return answer if isinstance(answer, str) else answer["prompt"]
+
+
+STALE = {**RESULT, "content": "sleet"}
+HISTORIES = {
+    "a result whose call was cut away": (STALE, USER),
+    "the same after other messages": (SYSTEM, USER, ANSWER, STALE, ANSWER, USER),
+    "a second result of a call": (USER, CALLING, RESULT, STALE, ANSWER, USER),
+    "a result with another id": (USER, CALLING, {**STALE, "tool_call_id": "other"}, ANSWER, USER),
+    "a call without a result": (USER, {**CALLING, "content": "sleet"}, USER),
+    "two calls with one result": (USER, {**CALLING, "tool_calls": [*CALLS, {**CALLS[0], "id": "abcdefg01"}]}, STALE),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_the_template_of_each_family_writes_all_parts_of_a_shortened_history(families, tiny_gguf, name):
+    known, entry = families[name], entry_of(tiny_gguf, name)
+    missing = {}
+    for case, messages in HISTORIES.items():
+        for tools in (TOOLS, None):
+            prompt = ChatPrompt(messages=messages, tools=tools)
+            request = GenerationRequest(prompt=prompt)
+            try:
+                text = await render_chat_template(known.file, known.chat_format, entry, request, prompt)
+            except InvalidRequestError as exc:
+                text = exc.message
+            if "sleet" not in text:
+                missing[case] = text
+    assert missing == {}
 
 
 async def test_a_template_that_needs_the_reasoning_of_each_answer_gets_an_empty_one(tiny_gguf):

@@ -3,7 +3,13 @@
 import json
 
 from lmx_lab.engine import Tool, ToolUse
-from lmx_lab.engine.text.tool_prompt import alternate, template_tools, write_tools_as_text
+from lmx_lab.engine.text.tool_prompt import (
+    alternate,
+    template_tools,
+    unmatched_results,
+    write_tools_as_text,
+    write_unmatched_results,
+)
 
 WEATHER = Tool(name="weather", description="Das Wetter · 天気", parameters={"type": "object", "properties": {}})
 TOOLS = ToolUse(tools=(WEATHER, Tool(name="add", parameters={"type": "object"})))
@@ -114,3 +120,25 @@ def test_a_strict_template_gets_arguments_as_objects_and_alternating_roles_aroun
         written = alternate([SYSTEM, USER, cut, {"role": "tool", "content": "r"}, USER], system=True)
         assert [message["role"] for message in written] == ["system", "user", "assistant", "tool", "assistant", "user"]
         assert written[2]["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_a_strict_template_gets_a_message_of_the_user():
+    assert alternate([SYSTEM], system=True) == [SYSTEM, {"role": "user", "content": ""}]
+    roles = [message["role"] for message in alternate([SYSTEM, calls(("add", {})), result("1")], system=True)]
+    assert roles == ["system", "user", "assistant", "tool"]
+
+
+def test_results_without_a_call_are_found_and_written_as_messages_of_the_user():
+    named = {**result("late"), "name": "weather"}
+    history = [result("first"), calls(("add", {})), result("1"), result("again"), USER, named]
+    assert list(unmatched_results(history)) == [0, 3, 5]
+    written = write_unmatched_results(history)
+    assert [(message["role"], message["content"]) for message in written] == [
+        ("user", "Result of a tool:\nfirst"),
+        ("assistant", ""),
+        ("tool", "1"),
+        ("user", "Result of a tool:\nagain"),
+        ("user", USER["content"]),
+        ("user", "Result of the tool weather:\nlate"),
+    ]
+    assert list(unmatched_results([calls(("add", {}), ("add", {})), result("1", 1), result("0", 0)])) == []
