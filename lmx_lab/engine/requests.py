@@ -154,6 +154,8 @@ class Sampling:
     """Subtracted from the logits of tokens in the output so far."""
     frequency_penalty: float = 0.0
     """Subtracted from the logit of a token once for each occurrence in the output so far."""
+    repeat_last_n: int = -1
+    """Number of last tokens of the output that the three penalties count; -1 means all, and 0 turns them off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and the number that is added to its logit."""
     dry_multiplier: float = 0.0
@@ -173,6 +175,12 @@ class Sampling:
     """Above 0.5 it has no effect."""
     seed: int | None = None
     """Any integer. With the same seed, prompt and parameters, the tokens are the same, regardless of other requests."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether one of the three penalties changes the logits."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return self.repeat_last_n != 0 and any(penalties)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ HUB_PREFIXES = ("hf.co/", "huggingface.co/")
 """Prefixes of the names of models on the hub, which are removed."""
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Ollama's defaults. Its repetition penalty is not among them, because it would also change greedy answers."""
-OPTIONS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repeat_last_n")
 """Options that have the same name in the chat format."""
 NAMES = FieldNames(
     {

@@ -87,6 +87,8 @@ class GenerationFields(FormatModel):
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    """Number of last tokens of the output that the penalties count; -1 means all, and 0 turns the penalties off."""
     logit_bias: Biases | None = None
     seed: Annotated[int, WHOLE] | None = None
     n: Choices | None = None
@@ -183,8 +185,6 @@ class CompatibleFields(GenerationFields, Hints):
     """llama.cpp's name for ``max_tokens``."""
     repeat_penalty: RepetitionPenalty | None = None
     """llama.cpp's name for ``repetition_penalty``."""
-    repeat_last_n: Annotated[int, WHOLE] | None = None
-    """Penalties count all tokens, so with a repetition penalty only -1 is accepted."""
     dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
     """DRY and XTC, two of llama.cpp's samplers; other engines refuse them unless they are turned off (0)."""
     dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
@@ -273,12 +273,6 @@ class CompatibleFields(GenerationFields, Hints):
         most = self.setting("max_tokens")
         if self.min_tokens and most is not None and self.min_tokens > most:
             raise ValueError(f"min_tokens is {self.min_tokens}, and max_tokens is {most}; send a larger max_tokens")
-        penalty = self.setting("repetition_penalty")
-        if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
-            raise ValueError(
-                f"repeat_last_n is {self.repeat_last_n}, but penalties count all tokens; send "
-                "-1, or leave repeat_last_n out"
-            )
         return self
 
 

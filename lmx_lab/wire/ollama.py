@@ -119,6 +119,7 @@ class OllamaOptions(LenientModel):
     """-1 means a random seed."""
     stop: Annotated[Stop | Stops | None, NO_EMPTY_STOPS] = None
     repeat_penalty: RepetitionPenalty | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1), WHOLE] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 

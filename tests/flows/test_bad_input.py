@@ -78,7 +78,6 @@ def test_a_missing_field_is_400_and_named(http, path, body, missing):
         ({"grammar": 'root ::= "a"', "json_schema": {}}, ("json_schema", "grammar")),
         ({"response_format": {"type": "json_object"}, "json_schema": {}}, ("response_format", "json_schema")),
         ({"min_tokens": 9, "max_tokens": 8}, ("min_tokens", "max_tokens")),
-        ({"repeat_last_n": 64, "repeat_penalty": 1.1}, ("repeat_last_n", "-1")),
     ],
 )
 def test_fields_that_contradict_each_other_are_400_and_both_named(http, changes, names):

@@ -24,6 +24,7 @@ import re
 import string
 import sys
 import zlib
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -197,12 +198,14 @@ class AnswerSampler:
         """Number of tokens chosen so far."""
         self._on_text = True
         """Whether all chosen tokens are those of the text."""
-        self._counts: dict[int, int] = {}
+        self._counts = Counter[int]()
+        """Numbers of occurrences of the tokens that penalties count."""
+        self._counted = deque[int]()
+        """These tokens, oldest first."""
         # Any integer is a valid seed; None always gives the same one, so answers are reproducible.
         digest = hashlib.blake2b(f"{sampling.seed}:{choice}".encode(), digest_size=16).digest()
         self._random = np.random.default_rng(int.from_bytes(digest, "little"))
-        penalties = (sampling.repetition_penalty - 1, sampling.presence_penalty, sampling.frequency_penalty)
-        self._changed = bool(sampling.logit_bias) or any(penalties)
+        self._changed = bool(sampling.logit_bias) or sampling.has_penalties
         # Up to this temperature, the next token of the text is chosen without sampling.
         self._certain = not self._changed and sampling.temperature <= 2.0
         self._greedy = sampling.temperature < GREEDY_BELOW
@@ -221,8 +224,15 @@ class AnswerSampler:
         """Record the next token of the answer."""
         self._on_text = self._on_text and token == (self._text[self._at] if self._at < len(self._text) else END)
         self._at += 1
-        if self._changed:
-            self._counts[token] = self._counts.get(token, 0) + 1
+        if not self._sampling.has_penalties:
+            return
+        self._counts[token] += 1
+        self._counted.append(token)
+        if 0 <= self._sampling.repeat_last_n < len(self._counted):
+            oldest = self._counted.popleft()
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
 
     def logprob(self, scores: Scores, token: int, top: int, named: Sequence[int] = ()) -> TokenLogprob:
         """Return the log-probability of a token by these scores, with ``top`` alternatives and named tokens."""

@@ -64,7 +64,7 @@ def sampling(
 
     Penalties count the output, but llama.cpp counts the last ``repeat_last_n`` tokens of prompt and output. For a
     frequency penalty, a bias undoes the effect of the prompt. This is exact if all tokens are counted. It is not
-    possible for the other penalties, see ``needs_steps``.
+    possible otherwise and for the other penalties, see ``needs_steps``.
 
     Args:
         prompt: The tokens before the output.
@@ -77,9 +77,11 @@ def sampling(
         position = f" {output_tokens}" if output_tokens else ""
         digest = hashlib.blake2b(f"{seed} {choice}{position}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "big") % SEEDS
-    bias, counted = dict(chosen.logit_bias), context_length
+    bias, counted, window = dict(chosen.logit_bias), context_length, chosen.repeat_last_n
     if needs_steps(request, grammar):
-        counted = start_tokens + output_tokens
+        counted = start_tokens + output_tokens if window < 0 else min(window, start_tokens + output_tokens)
+    elif window >= 0:
+        counted = window
     elif chosen.repetition_penalty != 1:
         counted = FORMAT_WINDOW
     elif chosen.frequency_penalty or chosen.presence_penalty:
@@ -114,10 +116,12 @@ def needs_steps(request: GenerationRequest, grammar: str | None) -> bool:
     """Return whether each token of an answer needs its own request, in which the penalties count the output before it.
 
     An answer in a grammar cannot be continued by another request. There, a presence penalty does not apply to tokens of
-    the prompt, and with a repetition penalty, all penalties count the last ``FORMAT_WINDOW`` tokens.
+    the prompt, and with a repetition penalty, all penalties count the last ``FORMAT_WINDOW`` tokens. With
+    ``Sampling.repeat_last_n``, they count this number of tokens.
     """
     chosen = request.sampling
-    return grammar is None and (chosen.repetition_penalty != 1 or chosen.presence_penalty != 0)
+    is_exact = chosen.repetition_penalty == 1 and chosen.presence_penalty == 0 and chosen.repeat_last_n < 0
+    return grammar is None and chosen.has_penalties and not is_exact
 
 
 def is_repeatable(generation: LlamaGeneration) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -135,7 +135,7 @@ def processors(sampling: Sampling, start: Sequence[int] = ()) -> list[Processor]
         start: Tokens with which the answer begins.
     """
     functions: list[Processor] = []
-    if sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+    if sampling.has_penalties:
         functions.append(OutputPenalties(sampling, start))
     if sampling.logit_bias:
         # A token that is named twice has its last bias.
@@ -152,6 +152,8 @@ class OutputPenalties:
         self._sampling = sampling
         self._start = list(start)
         self._counts: mx.array | None = None
+        self._counted: deque[mx.array] | None = None if sampling.repeat_last_n < 0 else deque()
+        """The tokens that are counted, oldest first; None if all are."""
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._counts is None:
@@ -159,15 +161,25 @@ class OutputPenalties:
             self._counts = mx.zeros((1, logits.shape[-1]), dtype=mx.float32)
             if not self._start:
                 return logits
-            self._counts = self._counts.at[:, mx.array(self._start)].add(1.0)
+            for token in self._start:
+                self._count(mx.array([token]))
         else:
-            self._counts = self._counts.at[:, tokens[-1:]].add(1.0)
+            self._count(tokens[-1:])
         occurred = self._counts > 0
         penalty = self._sampling.repetition_penalty
         logits = mx.where(occurred, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
         reduction = self._sampling.presence_penalty * occurred + self._sampling.frequency_penalty * self._counts
         # In the type of the model: a row of a wider type would change the type, and so the values, of the whole batch.
         return logits - reduction.astype(logits.dtype)
+
+    def _count(self, token: mx.array) -> None:
+        assert self._counts is not None
+        self._counts = self._counts.at[:, token].add(1.0)
+        if self._counted is None:
+            return
+        self._counted.append(token)
+        if len(self._counted) > self._sampling.repeat_last_n:
+            self._counts = self._counts.at[:, self._counted.popleft()].add(-1.0)
 
 
 class MinimumLength:

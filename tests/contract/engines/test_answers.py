@@ -289,6 +289,18 @@ async def test_an_enforced_format_with_penalties_is_complete(model, penalty):
     assert (text, report.finish_reason) == ("über 😀東京é!", "stop")
 
 
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 300.0}, {"frequency_penalty": 300.0}])
+async def test_penalties_may_count_only_the_last_tokens(model, penalty):
+    # The first token is far more likely than the others, so it returns as soon as it is not counted.
+    likely = FEW_TOKENS[0]
+    sampling = {"logit_bias": ((likely, 1200.0), *FEW_BIASES[1:]), **penalty}
+    found = await sample_ids(model, 10, sampling={**sampling, "repeat_last_n": 2})
+    assert found[::3] == [likely] * 4
+    assert all(found[at] not in found[max(0, at - 2) : at] for at in range(10))
+    assert await sample_ids(model, 5, sampling={**sampling, "repeat_last_n": 0}) == [likely] * 5
+    assert (await sample_ids(model, 10, sampling=sampling)).count(likely) < 4
+
+
 async def test_a_prompt_is_not_penalized_at_all(model):
     prompt = TokenPrompt(tokens=(*PROMPT.tokens, *FEW_TOKENS[:1] * 20))
     plain = await sample_ids(model, 1, prompt)
