@@ -227,6 +227,9 @@ class GenerationRequest:
     logprob_tokens: tuple[int | str, ...] = ()
     """Tokens whose log-probability is reported at each position of the answer, with ``top_logprobs``: ids, or texts of
     one token each."""
+    after_sampling: bool = False
+    """Whether the reported log-probabilities are those with which tokens are drawn: after the temperature, top-p, min-p
+    and top-k, without a format of the answer. Tokens that are never drawn are not among the alternatives."""
     score_prompt: bool = False
     """Whether to report the log-probability of each prompt token, with ``top_logprobs`` alternatives."""
     score_from: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
 import time
 import weakref
@@ -49,7 +50,7 @@ from lmx_lab.wire.admin import (
     TraceBody,
 )
 from lmx_lab.wire.base import ANY_MODEL
-from lmx_lab.wire.chat import ChatChunk, ChatRequest, TokenLogprobs, TopLogprob
+from lmx_lab.wire.chat import ChatChunk, ChatRequest, TokenLogprobs, TokenProbs, TopLogprob, TopProb
 from lmx_lab.wire.completions import CompletionLogprobs, CompletionRequest
 from lmx_lab.wire.embeddings import EmbeddingsBody
 from lmx_lab.wire.generation import StreamOptions, Timings
@@ -162,15 +163,22 @@ async def _next_or_none(items: AsyncIterator[T]) -> T | None:
     return await anext(items, None)
 
 
-def _logprob(token: TopLogprob) -> TokenLogprob:
-    top, named = (token.top_logprobs, token.logprob_tokens) if isinstance(token, TokenLogprobs) else ((), ())
+def _logprob(token: TopLogprob | TopProb) -> TokenLogprob:
+    top: Sequence[TopLogprob | TopProb] = ()
+    named: Sequence[TopLogprob] = ()
+    match token:
+        case TokenLogprobs():
+            top, named = token.top_logprobs, token.logprob_tokens or ()
+        case TokenProbs():
+            top = token.top_probs
+    logprob = token.logprob if isinstance(token, TopLogprob) else math.log(token.prob) if token.prob else -math.inf
     return TokenLogprob(
         token=None,
         text=token.token,
         bytes=bytes(token.bytes),
-        logprob=token.logprob,
+        logprob=logprob,
         top=tuple(map(_logprob, top)),
-        named=tuple(map(_logprob, named or ())),
+        named=tuple(map(_logprob, named)),
     )
 
 

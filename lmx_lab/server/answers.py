@@ -173,7 +173,7 @@ def json_response(content: str | bytes, ignored: Iterable[str] = ()) -> Response
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Return the header with the names of ignored fields. Names that a header cannot contain are left out."""
-    shown = list(filter(IGNORED_NAME.fullmatch, dict.fromkeys(names)))[:32]
+    shown = list(filter(IGNORED_NAME.fullmatch, dict.fromkeys(names)))[:48]
     return {"x-lmx-ignored": ", ".join(shown)} if shown else {}
 
 

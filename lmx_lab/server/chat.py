@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -31,6 +31,7 @@ from lmx_lab.values.outputs import Delta, FinishReason, GenerationReport, merge_
 from lmx_lab.wire.chat import AnswerMessage, ChatChunk, ChatCompletion, ChatRequest, Choice, ChoiceLogprobs
 from lmx_lab.wire.completions import CompletionRequest
 from lmx_lab.wire.errors import ErrorBody
+from lmx_lab.wire.generation import Timings
 from lmx_lab.wire.tools import AnswerFunction, AnswerToolCall
 
 
@@ -48,22 +49,25 @@ def chat_routes(service: InferenceService) -> APIRouter:
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        # The writer must not refer to the body, whose memory is released before the answer.
-        prompts: dict[int, Sequence[int]] | None = {} if body.return_token_ids else None
+        running = RunningAnswers()
         wanted = AnswerRequest(
             prompts=[generation_request(body)],
+            # The writer must not refer to the body, whose memory is released before the answer.
             writer=partial(
                 ChatWriter,
+                running,
                 logprobs=bool(body.logprobs),
                 include_usage=body.include_usage,
-                prompts=prompts,
+                token_ids=bool(body.return_token_ids),
+                token_timings=bool(body.timings_per_token),
                 has_functions=bool(body.functions),
+                as_probs=bool(body.post_sampling_probs),
             ),
             choices=body.n or 1,
             stream=bool(body.stream),
             ignored=body.ignored(),
             names=field_names(body),
-            read=aiter if prompts is None else keep_prompts(prompts),
+            read=running.read,
         )
         return await respond(service, request, wanted)
 
@@ -79,16 +83,56 @@ def field_names(body: ChatRequest | CompletionRequest) -> FieldNames:
     return FieldNames(names) if names else CHAT_NAMES
 
 
-def keep_prompts(
-    prompts: dict[int, Sequence[int]], read: Callable[[Answer], AsyncIterator[Delta]] = aiter
-) -> Callable[[Answer], AsyncIterator[Delta]]:
-    """Return a reader that also stores the tokens of the prompt of each answer by its index."""
+class RunningAnswers:
+    """The answers to a request, for writers whose chunks describe their state. Each is known from its first delta on.
 
-    def reader(answer: Answer) -> AsyncIterator[Delta]:
-        prompts[answer.index] = answer.prompt
-        return read(answer)
+    Args:
+        read: Returns the deltas of an answer.
+    """
 
-    return reader
+    def __init__(self, read: Callable[[Answer], AsyncIterator[Delta]] = aiter) -> None:
+        self._read = read
+        self._answers: dict[int, Answer] = {}
+        self._tokens = Counter[int]()
+        """Numbers of tokens of each choice so far."""
+        self._prefills: dict[int, tuple[int, float, float]] = {}
+        """For each choice, the number of tokens of its prompt that were computed, and when that began and ended, in
+        seconds since its arrival."""
+
+    def read(self, answer: Answer) -> AsyncIterator[Delta]:
+        """Return the deltas of an answer; see ``AnswerRequest``."""
+        self._answers[answer.index] = answer
+        return self._read(answer)
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """Return the ids of the tokens of the prompt of a choice."""
+        return self._answers[index].prompt
+
+    def timings(self, index: int, delta: Delta) -> Timings:
+        """Return the timings of a choice up to this delta. Called for each delta, in order."""
+        answer, self._tokens[index] = self._answers[index], self._tokens[index] + delta.tokens
+        now = time.perf_counter() - answer.steps.arrived_at
+        if index not in self._prefills:
+            # Only once, because an answer may have thousands of steps.
+            steps = answer.steps.steps()
+            computed = [step for step in steps if step.kind == "prefill"]
+            began = next((step.end_s for step in steps if step.kind == "queued"), 0.0)
+            ended = computed[-1].end_s if computed else began
+            self._prefills[index] = sum(step.tokens for step in computed), began, ended
+        tokens, began, ended = self._prefills[index]
+        report = GenerationReport(
+            model=answer.model,
+            finish_reason="length",
+            prompt_tokens=len(answer.prompt),
+            cached_tokens=max(0, len(answer.prompt) - tokens),
+            output_tokens=self._tokens[index],
+            queue_s=began,
+            prefill_s=ended - began,
+            ttft_s=ended,
+            decode_s=max(0.0, now - ended),
+            peak_memory_bytes=0,
+        )
+        return timings([[report]]).model_copy(update={"peak_memory_gb": None})
 
 
 class ChunkWriter(AnswerWriter):
@@ -99,10 +143,11 @@ class ChunkWriter(AnswerWriter):
     the models.
 
     Args:
+        running: The answers.
         logprobs: Whether the request asks for log-probabilities.
         include_usage: Whether a stream ends with a chunk that contains the usage.
-        prompts: The tokens of the prompt of each choice, known from its first delta on, if the answer has the ids of
-            all tokens; see ``keep_prompts``.
+        token_ids: Whether the answer has the ids of all tokens.
+        token_timings: Whether each chunk of a stream has the timings so far.
     """
 
     id_prefix: ClassVar[str]
@@ -111,16 +156,20 @@ class ChunkWriter(AnswerWriter):
 
     def __init__(
         self,
+        running: RunningAnswers,
         model: str,
         fingerprint: str,
         *,
         logprobs: bool = False,
         include_usage: bool = False,
-        prompts: Mapping[int, Sequence[int]] | None = None,
+        token_ids: bool = False,
+        token_timings: bool = False,
     ) -> None:
+        self._running = running
         self._logprobs = logprobs
         self._include_usage = include_usage
-        self._prompts = prompts
+        self._has_ids = token_ids
+        self._has_timings = token_timings
         self._ids = defaultdict[int, list[int]](list)
         """Ids of the tokens of each choice that no chunk contains yet."""
         self._begun: set[int] = set()
@@ -133,6 +182,10 @@ class ChunkWriter(AnswerWriter):
             "system_fingerprint": fingerprint,
         }
         self._head = f'{json_text(self._shared)[:-1]},"choices":['
+
+    def _timings(self, index: int, delta: Delta) -> str:
+        """Return the end of the last chunk of a delta: the timings so far, if the chunks have them."""
+        return f',"timings":{self._running.timings(index, delta).model_dump_json()}' if self._has_timings else ""
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
@@ -147,14 +200,25 @@ class ChatWriter(ChunkWriter):
     Args:
         has_functions: Whether the request has ``functions`` instead of ``tools``, so that a call is a
             ``function_call``.
+        as_probs: Whether the log-probabilities are written as probabilities.
     """
 
     id_prefix = "chatcmpl"
     object = "chat.completion.chunk"
 
-    def __init__(self, model: str, fingerprint: str, *, has_functions: bool = False, **options: Any) -> None:
-        super().__init__(model, fingerprint, **options)
+    def __init__(
+        self,
+        running: RunningAnswers,
+        model: str,
+        fingerprint: str,
+        *,
+        has_functions: bool = False,
+        as_probs: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(running, model, fingerprint, **options)
         self._has_functions = has_functions
+        self._as_probs = as_probs
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
         """Yield the chunks of a delta: first its reasoning, then its text and its tool calls. An empty delta has none.
@@ -164,8 +228,9 @@ class ChatWriter(ChunkWriter):
         """
         if index not in self._begun:
             yield self._first_chunk(index)
-        if self._prompts is not None:
+        if self._has_ids:
             self._ids[index] += delta.ids
+        end = self._timings(index, delta)
         parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
         if delta.text:
             parts.append(f'{{"content":{json_text(delta.text)}}}')
@@ -179,9 +244,10 @@ class ChatWriter(ChunkWriter):
             parts = ['{"content":""}']
         logprobs = "null"
         if self._logprobs:
-            logprobs = json_text({"content": chat_logprobs(delta.logprobs), "refusal": None})
+            entries = chat_logprobs(delta.logprobs, as_probs=self._as_probs)
+            logprobs = json_text({"content": entries, "refusal": None})
         for part in parts:
-            yield self._chunk(index, part, logprobs)
+            yield self._chunk(index, part, logprobs, end=end)
             logprobs = "null"
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
@@ -199,7 +265,8 @@ class ChatWriter(ChunkWriter):
                 )
                 for call in merge_tool_calls(delta.tool_calls)
             ]
-            logprobs = {"content": chat_logprobs(delta.logprobs)} if self._logprobs else None
+            entries = chat_logprobs(delta.logprobs, as_probs=self._as_probs)
+            logprobs = {"content": entries} if self._logprobs else None
             choice = Choice(
                 index=index,
                 message=AnswerMessage(
@@ -210,7 +277,7 @@ class ChatWriter(ChunkWriter):
                 ),
                 logprobs=ChoiceLogprobs.model_validate(logprobs) if logprobs else None,
                 finish_reason=self._reason(report),
-                token_ids=None if self._prompts is None else list(delta.ids),
+                token_ids=list(delta.ids) if self._has_ids else None,
             )
             choices.append(choice)
         reports = [report for _, report in parts[0]]
@@ -219,15 +286,14 @@ class ChatWriter(ChunkWriter):
             choices=choices,
             usage=usage([reports]),
             timings=timings([reports]),
-            prompt_token_ids=None if self._prompts is None else list(self._prompts[0]),
+            prompt_token_ids=list(self._running.prompt(0)) if self._has_ids else None,
         )
         return body.model_dump_json()
 
     def _first_chunk(self, index: int) -> str:
         # Clients measure the time to the first token with the first chunk, so it is written with the first delta.
         self._begun.add(index)
-        prompt = (self._prompts or {}).get(index)
-        end = "" if prompt is None else f',"prompt_token_ids":{json_text(prompt)}'
+        end = f',"prompt_token_ids":{json_text(self._running.prompt(index))}' if self._has_ids else ""
         return self._chunk(index, '{"role":"assistant","content":""}', end=end)
 
     def _reason(self, report: GenerationReport) -> FinishReason | Literal["function_call"]:
@@ -236,6 +302,6 @@ class ChatWriter(ChunkWriter):
 
     def _chunk(self, index: int, delta: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
         field = f',"logprobs":{logprobs}' if self._logprobs else ""
-        ids = "" if self._prompts is None else f',"token_ids":{json_text(self._ids.pop(index, []))}'
+        ids = f',"token_ids":{json_text(self._ids.pop(index, []))}' if self._has_ids else ""
         field = f'{field},"finish_reason":{reason}{ids}'
         return data_line(f'{self._head}{{"index":{index},"delta":{delta}{field}}}]{end}}}')

@@ -21,7 +21,7 @@ from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import Responses, event_stream
 from lmx_lab.http.streaming import DONE, data_line, while_connected
 from lmx_lab.server.answers import AnswerRequest, AnswerWriter, respond
-from lmx_lab.server.chat import ChunkWriter, field_names, keep_prompts
+from lmx_lab.server.chat import ChunkWriter, RunningAnswers, field_names
 from lmx_lab.server.inference import InferenceService
 from lmx_lab.server.openapi import ANSWER_DESCRIPTION, GENERATION_ERRORS
 from lmx_lab.server.translate import (
@@ -81,29 +81,31 @@ def completion_routes(service: InferenceService) -> APIRouter:
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        # The writer must not refer to the body, whose memory is released before the answer.
-        prompts: dict[int, Sequence[int]] | None = {} if body.return_token_ids else None
-        read = with_echo if body.echo else aiter
+        running = RunningAnswers(with_echo if body.echo else aiter)
         wanted = AnswerRequest(
             prompts=completion_requests(body),
+            # The writer must not refer to the body, whose memory is released before the answer.
             writer=partial(
                 CompletionWriter,
+                running,
                 logprobs=body.logprobs is not None,
                 include_usage=body.include_usage,
-                prompts=prompts,
+                token_ids=bool(body.return_token_ids),
+                token_timings=bool(body.timings_per_token),
             ),
             choices=body.n or 1,
             stream=bool(body.stream),
             ignored=body.ignored(),
             names=field_names(body),
-            read=read if prompts is None else keep_prompts(prompts, read),
+            read=running.read,
         )
         return await respond(service, request, wanted)
 
     async def complete(body: LlamaRequest, request: Request, *, infill: bool) -> Response:
         body = await _with_tokens(service, body, request)
         converted, ignored = await asyncio.to_thread(body.converted, infill=infill)
-        prompts = completion_requests(converted)
+        as_probs, running = bool(body.post_sampling_probs), RunningAnswers()
+        prompts = [replace(prompt, after_sampling=as_probs) for prompt in completion_requests(converted)]
         if body.n_predict == 0:
             # One token, so that the prompt is computed and its KV cache is kept. The writer leaves it out.
             prompts = [replace(prompt, max_tokens=1) for prompt in prompts]
@@ -115,16 +117,19 @@ def completion_routes(service: InferenceService) -> APIRouter:
             "prompts": [text for text in texts for _ in range(converted.n or 1)],
             "is_list": shape_of(converted.prompt) in ("list[str]", "list[list]"),
             "logprobs": bool(body.n_probs),
+            "as_probs": as_probs,
+            "token_timings": bool(converted.timings_per_token),
             "has_tokens": bool(body.stream or body.return_tokens),
             "fields": body.response_fields or (),
         }
         wanted = AnswerRequest(
             prompts=prompts,
-            writer=lambda model, _: LlamaWriter(model, settings, **options),
+            writer=lambda model, _: LlamaWriter(running, model, settings, **options),
             choices=converted.n or 1,
             stream=bool(body.stream),
             ignored=ignored,
             names=field_names(converted),
+            read=running.read,
         )
         return await respond(service, request, wanted)
 
@@ -197,17 +202,18 @@ class CompletionWriter(ChunkWriter):
     id_prefix = "cmpl"
     object = "text_completion"
 
-    def __init__(self, model: str, fingerprint: str, **options: Any) -> None:
-        super().__init__(model, fingerprint, **options)
+    def __init__(self, running: RunningAnswers, model: str, fingerprint: str, **options: Any) -> None:
+        super().__init__(running, model, fingerprint, **options)
         self._writers = defaultdict[int, LogprobsWriter](LogprobsWriter)
         """Writers of the log-probabilities of each choice."""
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
-        if self._prompts is not None:
+        if self._has_ids:
             self._ids[index] += delta.ids
+        end = self._timings(index, delta)
         if delta.text or delta.logprobs:
             written = self._writers[index].write(delta.logprobs).model_dump_json() if self._logprobs else "null"
-            yield self._chunk(index, delta.text, logprobs=written)
+            yield self._chunk(index, delta.text, logprobs=written, end=end)
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         end = f',"timings":{timings([[report]]).model_dump_json()}'
@@ -221,9 +227,9 @@ class CompletionWriter(ChunkWriter):
                 index=index,
                 logprobs=self._writers[index].write(delta.logprobs) if self._logprobs else None,
                 finish_reason=report.finish_reason,
-                **{}
-                if self._prompts is None
-                else {"token_ids": list(delta.ids), "prompt_token_ids": list(self._prompts[index])},
+                **{"token_ids": list(delta.ids), "prompt_token_ids": list(self._running.prompt(index))}
+                if self._has_ids
+                else {},
             )
             for index, (delta, report) in enumerate(chain.from_iterable(parts))
         ]
@@ -237,11 +243,11 @@ class CompletionWriter(ChunkWriter):
 
     def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null", end: str = "") -> str:
         fields = f'"text":{json_text(text)},"index":{index},"logprobs":{logprobs},"finish_reason":{reason}'
-        if self._prompts is not None:
+        if self._has_ids:
             fields += f',"token_ids":{json_text(self._ids.pop(index, []))}'
             if index not in self._begun:
                 self._begun.add(index)
-                fields += f',"prompt_token_ids":{json_text(self._prompts[index])}'
+                fields += f',"prompt_token_ids":{json_text(self._running.prompt(index))}'
         return data_line(f"{self._head}{{{fields}}}]{end}}}")
 
 
@@ -249,27 +255,36 @@ class LlamaWriter(AnswerWriter):
     """Writes one answer in the form of llama.cpp's ``POST /completion``.
 
     Args:
+        running: The answers.
         settings: The parameters of the generation.
         prompts: The prompt of each choice; None if it is not a text.
         is_list: Whether the request has a list of prompts; its whole answer is then a list too.
         logprobs: Whether the request asks for log-probabilities.
+        as_probs: Whether these are written as probabilities.
+        token_timings: Whether each line of a stream has the timings so far.
         has_tokens: Whether the answer contains the ids of its tokens.
         fields: Paths of the members of a whole answer; empty for all.
     """
 
     def __init__(
         self,
+        running: RunningAnswers,
         model: str,
         settings: dict[str, Any],
         *,
         prompts: Sequence[str | None],
         is_list: bool,
         logprobs: bool,
+        as_probs: bool,
+        token_timings: bool,
         has_tokens: bool,
         fields: Sequence[str],
     ) -> None:
+        self._running = running
         self._model = model
         self._settings = settings
+        self._as_probs = as_probs
+        self._has_timings = token_timings
         self._prompts = prompts
         self._is_list = is_list
         self._has_tokens = has_tokens
@@ -288,9 +303,10 @@ class LlamaWriter(AnswerWriter):
         if self._settings["n_predict"] == 0:
             return
         self._counts[index][1] += delta.tokens
+        shown = {"timings": self._running.timings(index, delta)} if self._has_timings else {}
         if delta.text or delta.ids or delta.logprobs:
             prompt, predicted = self._counts[index]
-            part = self._part(index, delta, stop=False, tokens_predicted=predicted, tokens_evaluated=prompt)
+            part = self._part(index, delta, stop=False, tokens_predicted=predicted, tokens_evaluated=prompt, **shown)
             yield data_line(part.model_dump_json(exclude_unset=True))
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
@@ -303,7 +319,7 @@ class LlamaWriter(AnswerWriter):
     def _part(self, index: int, delta: Delta, **fields: Any) -> LlamaCompletion:
         if self._logprobs:
             shown = [each for each in delta.logprobs if not each.ends]
-            entries = zip(shown, chat_logprobs(shown), strict=True)
+            entries = zip(shown, chat_logprobs(shown, as_probs=self._as_probs), strict=True)
             fields["completion_probabilities"] = [_with_ids(each, entry) for each, entry in entries]
         if "\n" in delta.text:
             self._with_new_line.add(index)
@@ -343,8 +359,9 @@ class LlamaWriter(AnswerWriter):
 
 
 def _with_ids(token: TokenLogprob, entry: dict[str, Any]) -> dict[str, Any]:
-    others = zip(token.top, entry["top_logprobs"], strict=True)
-    return {"id": token.token, **entry, "top_logprobs": [{"id": other.token, **shown} for other, shown in others]}
+    name = "top_probs" if "top_probs" in entry else "top_logprobs"
+    others = zip(token.top, entry[name], strict=True)
+    return {"id": token.token, **entry, name: [{"id": other.token, **shown} for other, shown in others]}
 
 
 class LogprobsWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -438,8 +439,15 @@ def wire_logprob(logprob: float | None) -> float:
     return logprob if logprob is not None and logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
-def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return the ``content`` of ``ChoiceLogprobs``. It consists of plain values, because this runs for every token."""
+def chat_logprobs(logprobs: Iterable[TokenLogprob], *, as_probs: bool = False) -> list[dict[str, Any]]:
+    """Return the ``content`` of ``ChoiceLogprobs``. It consists of plain values, because this runs for every token.
+
+    Args:
+        as_probs: Whether to return ``TokenProbs``.
+    """
+    if as_probs:
+        shown = [token for token in logprobs if not token.ends]
+        return [{**_with_prob(token), "top_probs": [_with_prob(other) for other in token.top]} for token in shown]
     return [
         {**_plain(token), "top_logprobs": [_plain(other) for other in token.top]}
         | ({"logprob_tokens": [_plain(other) for other in token.named]} if token.named else {})
@@ -456,6 +464,11 @@ def call_chunks(pieces: Iterable[ToolCallDelta]) -> Iterator[dict[str, Any]]:
             yield {"index": call.index, "id": call.id or "", "type": "function", "function": named}
         if call.arguments:
             yield {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+def _with_prob(token: TokenLogprob) -> dict[str, Any]:
+    prob = 0.0 if token.logprob is None else math.exp(token.logprob)
+    return {"token": token.text, "prob": prob, "bytes": list(token.bytes)}
 
 
 def _plain(token: TokenLogprob) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _close_code(error: LabError) -> int:
 
 async def _answer(socket: WebSocket, service: InferenceService, request: ChatRequest) -> None:
     """Send the answer, while a second task receives the messages of the client."""
-    writer = SocketWriter(logprobs=bool(request.logprobs))
+    writer = SocketWriter(logprobs=bool(request.logprobs), as_probs=bool(request.post_sampling_probs))
     tokens = asyncio.ensure_future(send_answer(socket, service, generation_request(request), lambda _: writer))
     watcher = asyncio.ensure_future(_refuse_messages(socket))
     try:
@@ -232,10 +232,12 @@ class SocketWriter(StreamWriter):
 
     Args:
         logprobs: Whether the request asks for log-probabilities.
+        as_probs: Whether these are written as probabilities.
     """
 
-    def __init__(self, *, logprobs: bool = False) -> None:
+    def __init__(self, *, logprobs: bool = False, as_probs: bool = False) -> None:
         self._logprobs = logprobs
+        self._as_probs = as_probs
         self.failure: LabError | None = None
         """The error with which the answer has ended."""
 
@@ -246,8 +248,9 @@ class SocketWriter(StreamWriter):
             return
         reasoning = f',"reasoning_content":{json_text(delta.reasoning)}' if delta.reasoning else ""
         tool_calls = f',"tool_calls":{json_text(calls)}' if calls else ""
-        entries = f',"logprobs":{json_text(chat_logprobs(delta.logprobs))}' if self._logprobs else ""
-        yield f'{{"token":{json_text(delta.text)}{reasoning}{tool_calls}{entries}}}'
+        entries = chat_logprobs(delta.logprobs, as_probs=self._as_probs)
+        logprobs = f',"logprobs":{json_text(entries)}' if self._logprobs else ""
+        yield f'{{"token":{json_text(delta.text)}{reasoning}{tool_calls}{logprobs}}}'
 
     def end(self, index: int, report: GenerationReport) -> Iterator[str]:
         yield SocketDone(stats=socket_stats(report)).model_dump_json()

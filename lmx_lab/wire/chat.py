@@ -246,6 +246,9 @@ class ChatRequest(CompatibleFields):
     max_tokens: TokenLimit | None = 4096
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
+    post_sampling_probs: bool | None = None
+    """Whether the answer has the probabilities with which tokens are drawn, after the temperature, top-p, min-p and
+    top-k, in place of log-probabilities; as in llama.cpp."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     """Null means ``auto``."""
@@ -328,6 +331,13 @@ class ChatRequest(CompatibleFields):
             raise ValueError("requires logprobs: true")
         return value
 
+    @field_validator("post_sampling_probs")
+    @classmethod
+    def _check_probs(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("logprob_tokens"):
+            raise ValueError("cannot be combined with logprob_tokens; leave one of them out")
+        return value
+
     @field_validator("response_format")
     @classmethod
     def _check_format_can_end(cls, value: ResponseFormat | None, info: ValidationInfo) -> ResponseFormat | None:
@@ -390,10 +400,25 @@ class TokenLogprobs(TopLogprob):
     """The tokens that the request names, in its order; absent if it names none."""
 
 
-class ChoiceLogprobs(BaseModel):
-    """Log-probabilities of a choice."""
+class TopProb(BaseModel):
+    """A token and the probability with which it is drawn."""
 
-    content: list[TokenLogprobs]
+    token: str
+    prob: float
+    bytes: list[int]
+
+
+class TokenProbs(TopProb):
+    """A token of the answer and its alternatives, with ``post_sampling_probs``."""
+
+    top_probs: list[TopProb]
+    """The most likely tokens. Tokens that are never drawn are left out."""
+
+
+class ChoiceLogprobs(BaseModel):
+    """Log-probabilities of a choice, or its probabilities with ``post_sampling_probs``."""
+
+    content: list[TokenLogprobs] | list[TokenProbs]
     refusal: None = None
 
 
@@ -449,7 +474,7 @@ class ChatChunk(AnswerHead):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: Timings | None = None
-    """Timings of the choice that ends with this chunk."""
+    """Timings of the choice that ends with this chunk; in other chunks those so far, if requested."""
     prompt_token_ids: list[int] | None = None
     """In the first chunk with tokens of the answer, if requested."""
 
@@ -464,7 +489,7 @@ class SocketToken(BaseModel):
     """May be empty if another field is present."""
     reasoning_content: str | None = None
     tool_calls: list[ToolCallChunk] | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[TokenLogprobs] | list[TokenProbs] | None = None
 
 
 class SocketStats(BaseModel):

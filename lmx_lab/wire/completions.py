@@ -184,7 +184,8 @@ class Completion(AnswerHead):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     timings: Timings | None = None
-    """Timings of all choices, as in ``ChatCompletion``, or of the choice that ends with this chunk."""
+    """Timings of all choices, as in ``ChatCompletion``, or of the choice that ends with this chunk; in other chunks
+    those so far, if requested."""
 
 
 class ExtraText(LenientModel):
@@ -224,6 +225,9 @@ class LlamaRequest(LenientModel):
     """Maximum number of tokens; -1 and -2 set no limit, and 0 only computes the prompt."""
     n_probs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns no log-probabilities."""
+    post_sampling_probs: bool | None = None
+    """With ``n_probs``: whether to return the probabilities with which tokens are drawn, after the temperature, top-p,
+    min-p and top-k, in place of log-probabilities."""
     input_prefix: str = ""
     """The text before the gap, for ``/infill``."""
     input_suffix: str = ""
@@ -252,6 +256,11 @@ class LlamaRequest(LenientModel):
         defaults = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
         if infill and not isinstance(self.prompt, str):
             raise InvalidRequestError("prompt must be a text with which the gap begins; send a string", param="prompt")
+        if self.post_sampling_probs and known.get("logprob_tokens"):
+            raise InvalidRequestError(
+                "post_sampling_probs cannot be combined with logprob_tokens; leave one of them out",
+                param="post_sampling_probs",
+            )
         # As llama.cpp writes them for models without tokens for several files.
         extra = "".join(f"\n\n--- snippet ---\n\n{each.text}" for each in self.input_extra or ())
         gap = {"prompt": f"{extra}{self.input_prefix}{self.prompt}", "suffix": self.input_suffix}

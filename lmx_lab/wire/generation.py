@@ -96,6 +96,8 @@ class GenerationFields(FormatModel):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     """Whether the answer has the ids of its tokens and of those of the prompt, as in vLLM."""
+    timings_per_token: bool | None = None
+    """Whether each chunk of a stream has the timings so far, as in llama.cpp."""
     min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Number of tokens before which neither the end of the text nor a stop string ends the answer."""
     logprob_tokens: NamedTokens | None = None
@@ -128,7 +130,11 @@ class Hints(RequestModel):
     id_slot: Hint = None
     n_keep: Hint = None
     return_progress: Hint = None
-    timings_per_token: Hint = None
+    n_cache_reuse: Hint = None
+    n_indent: Hint = None
+    sse_ping_interval: Hint = None
+    t_max_prompt_ms: Hint = None
+    t_max_predict_ms: Hint = None
     backend_sampling: Hint = None
     dynatemp_exponent: Hint = None
     mirostat_tau: Hint = None
@@ -209,8 +215,9 @@ class CompatibleFields(GenerationFields, Hints):
     top_n_sigma: Annotated[Any, Neutral("top-n-sigma samplers", (-1, 0))] = None
     n_discard: Annotated[Any, Neutral("discarded tokens", (0,))] = None
     n_probs: Annotated[Any, Neutral("probabilities (send logprobs and top_logprobs)", (0,))] = None
-    post_sampling_probs: Annotated[Any, Neutral("probabilities after sampling", (False,))] = None
-    t_max_predict_ms: Annotated[Any, Neutral("time limits in requests", (0,))] = None
+    post_sampling_probs: Annotated[
+        Any, Neutral("probabilities after sampling (send the request to /completion)", (False,))
+    ] = None
     lora: Annotated[Any, Neutral("adapters in requests", ([],))] = None
     skip_special_tokens: Annotated[Any, Neutral("special tokens in answers", (True,))] = None
     spaces_between_special_tokens: Annotated[Any, Neutral("special tokens in answers", (True, False))] = None
@@ -318,7 +325,7 @@ class Timings(BaseModel):
     """llama.cpp's ``timings``: milliseconds and tokens per second. ``prompt_n`` counts the tokens that were computed.
 
     ``queue_ms``, ``ttft_ms`` and ``peak_memory_gb`` are extensions, which are null if another server generated the
-    answer.
+    answer. ``peak_memory_gb`` is also null before the end of an answer.
     """
 
     cache_n: int

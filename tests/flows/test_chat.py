@@ -138,6 +138,19 @@ def test_logprobs_have_each_token_its_bytes_and_alternatives(http):
         assert token["logprob"] == rivals[0] <= 0
 
 
+def test_a_chat_may_have_probabilities_after_sampling(http):
+    fields = {"logprobs": True, "top_logprobs": 3, "top_k": 2, "temperature": 1, "seed": 3, "max_tokens": 3}
+    body = echo_body(**fields, post_sampling_probs=True)
+    content = http.post(PATH, json=body).json()["choices"][0]["logprobs"]["content"]
+    assert [entry.keys() for entry in content] == [{"token", "prob", "bytes", "top_probs"}] * len(content)
+    assert [sum(other["prob"] for other in entry["top_probs"]) for entry in content] == pytest.approx(
+        [1] * len(content)
+    )
+    chunks = [json.loads(each) for each in events(http.post(PATH, json={**body, "stream": True}).text)[:-1]]
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")]
+    assert [entry for choice in choices for entry in choice["logprobs"]["content"]] == content
+
+
 def test_without_top_logprobs_there_are_no_alternatives(http):
     (choice,) = choices(http, logprobs=True)
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[]] * 8

@@ -270,6 +270,44 @@ def test_the_answer_of_llama_cpp_has_its_members(http):
     assert [entry["top_logprobs"][0]["id"] for entry in entries] == answer["tokens"]
 
 
+def test_llama_cpp_returns_probabilities_after_sampling(http):
+    fields = {"prompt": "hello sea", "n_predict": 2, "n_probs": 3, "post_sampling_probs": True}
+    fields |= {"temperature": 1, "top_k": 2, "top_p": 1, "min_p": 0, "seed": 7}
+    answer = http.post("/completion", json=fields).json()
+    entries = answer["completion_probabilities"]
+    assert [entry["token"] for entry in entries] == ["hel", "lo"]
+    for entry in entries:
+        assert entry.keys() == {"id", "token", "prob", "bytes", "top_probs"}
+        assert [other.keys() for other in entry["top_probs"]] == [{"id", "token", "prob", "bytes"}] * 2
+        assert sum(other["prob"] for other in entry["top_probs"]) == pytest.approx(1)
+        assert (entry["prob"], entry["id"]) == (entry["top_probs"][0]["prob"], entry["top_probs"][0]["id"])
+    streamed = [json.loads(each) for each in events(http.post("/completion", json={**fields, "stream": True}).text)]
+    assert [each for part in streamed for each in part["completion_probabilities"]] == entries
+    assert "completion_probabilities" not in http.post("/completion", json={**fields, "n_probs": 0}).json()
+    refused = error_of(http.post("/completion", json={**fields, "logprob_tokens": [5]}), 400, "invalid-request")
+    assert refused["param"] == "post_sampling_probs"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+def test_each_chunk_may_have_the_timings_so_far(http, path):
+    text = "one two three four five six"
+    prompt = {"messages": [{"role": "user", "content": text}]} if path == "/v1/chat/completions" else {"prompt": text}
+    body = {**prompt, "stream": True, "max_tokens": 6}
+
+    def parts(**fields):
+        data = [each for each in events(http.post(path, json={**body, **fields}).text) if each != "[DONE]"]
+        return [json.loads(each) for each in data]
+
+    timed = [part["timings"] for part in parts(timings_per_token=True) if "timings" in part]
+    assert len(timed) >= 4
+    tokens = [each["predicted_n"] for each in timed]
+    assert (tokens, tokens[-1]) == (sorted(tokens), 6)
+    prompts = {each["cache_n"] + each["prompt_n"] for each in timed}
+    assert len(prompts) == 1
+    assert all(each["predicted_ms"] >= 0 and each["prompt_ms"] >= 0 for each in timed)
+    assert sum("timings" in part for part in parts()) == 1
+
+
 def test_llama_cpp_returns_only_the_requested_members_of_an_answer(http):
     fields = ["content", "generation_settings/seed", "prompt", "timings/predicted_n", "tokens", "stop/x", "nothing"]
     body = {"prompt": "hello sea", "n_predict": 2, "seed": 7, "response_fields": fields}

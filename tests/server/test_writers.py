@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.server.chat import ChatWriter
+from lmx_lab.server.chat import ChatWriter, RunningAnswers
 from lmx_lab.server.completions import CompletionWriter, LogprobsWriter
 from lmx_lab.server.websocket import SocketWriter
 from lmx_lab.values.outputs import Delta, TokenLogprob, ToolCallDelta
@@ -44,7 +44,7 @@ def calls(draw):
 @pytest.mark.parametrize("logprobs", [False, True])
 @given(text=TEXTS, name=TEXTS, thoughts=TEXTS, tool_calls=calls())
 def test_a_chat_chunk_equals_the_dump_of_its_model(logprobs, text, name, thoughts, tool_calls):
-    writer = ChatWriter(name, "mlx", logprobs=logprobs, include_usage=True)
+    writer = ChatWriter(RunningAnswers(), name, "mlx", logprobs=logprobs, include_usage=True)
     shown = (LOGPROB,) if logprobs else ()
     delta = Delta(text=text, tokens=1, logprobs=shown, reasoning=thoughts, tool_calls=tool_calls)
     *last, done = writer.finish([[report()]])
@@ -63,7 +63,7 @@ def test_reasoning_text_and_calls_have_separate_chunks():
     delta = Delta(text="hi", tokens=5, reasoning="hm", tool_calls=(BEGIN, END, OTHER))
     named = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
     other = {"id": "call_2", "type": "function", "function": {"name": "see", "arguments": ""}}
-    assert [choice["delta"] for choice in deltas(ChatWriter("tiny", "mlx"), delta)[1:]] == [
+    assert [choice["delta"] for choice in deltas(ChatWriter(RunningAnswers(), "tiny", "mlx"), delta)[1:]] == [
         {"reasoning_content": "hm"},
         {"content": "hi"},
         {"tool_calls": [{"index": 0, **named}]},
@@ -82,7 +82,9 @@ def test_reasoning_text_and_calls_have_separate_chunks():
     ],
 )
 def test_the_logprobs_of_a_delta_are_sent_once_and_first(delta, chunks):
-    found = [choice["logprobs"] for choice in deltas(ChatWriter("tiny", "mlx", logprobs=True), delta)[1:]]
+    found = [
+        choice["logprobs"] for choice in deltas(ChatWriter(RunningAnswers(), "tiny", "mlx", logprobs=True), delta)[1:]
+    ]
     assert [logprobs is not None for logprobs in found] == [number == 0 for number in range(chunks)]
 
 
@@ -90,7 +92,10 @@ def test_the_logprobs_of_a_delta_are_sent_once_and_first(delta, chunks):
 def test_a_completion_chunk_equals_the_dump_of_its_model(text, name):
     delta = Delta(text=text, tokens=2, logprobs=(PROMPT, LOGPROB))
     chunks = []
-    for writer in (CompletionWriter(name, "mlx", logprobs=True, include_usage=True), CompletionWriter(name, "mlx")):
+    for writer in (
+        CompletionWriter(RunningAnswers(), name, "mlx", logprobs=True, include_usage=True),
+        CompletionWriter(RunningAnswers(), name, "mlx"),
+    ):
         *spent, done = writer.finish([[report()]])
         assert (len(spent), done) == (int(not chunks), "data: [DONE]\n\n")
         chunks += [*writer.delta(4, delta), *writer.end(1, report()), *spent]

@@ -347,7 +347,13 @@ class EchoRounds:
         row.tokens.append(token)
         ends, entry = token == END and not request.ignore_eos, None
         if scores is not None:
-            entry = row.sampler.logprob(scores, token, request.top_logprobs or 0, generation.named_tokens)
+            entry = row.sampler.logprob(
+                scores,
+                token,
+                request.top_logprobs or 0,
+                generation.named_tokens,
+                after_sampling=request.after_sampling,
+            )
             if token == END:
                 entry = replace(entry, bytes=b"", ends=ends)
         now = time.perf_counter()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import math
 import re
 import string
 import sys
@@ -31,6 +30,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.engine.distribution import GREEDY_BELOW, Scores, drawn_scores, log_softmax
 from lmx_lab.engine.grammar.worker import TokenTable
 from lmx_lab.engine.requests import Sampling
 from lmx_lab.values.outputs import TokenLogprob, Vectors, token_text
@@ -45,7 +45,6 @@ FIRST_PIECE = FIRST_BYTE + 256
 LONGEST_PIECE = 4
 """Largest number of bytes, and so of characters, in a token."""
 PIECE = re.compile(rb" ?[a-z]{1,3}|[\x00-\xff]")
-Scores = NDArray[np.float64]
 TEXT_SCORE = 50.0
 """Score of the next token of the text. At temperature 2 another token is chosen once in 100 million."""
 AFTER_SCORE = 1.5
@@ -58,8 +57,6 @@ CONSTRAINED_SCORES = {'"': 40.0, "}": 38.0, "]": 36.0, ":": 30.0, ",": 9.0, "[":
 """Scores of the characters of JSON, used if a format forbids the text."""
 CONSTRAINED_LETTERS = 10.0
 """Added to the scores of letters if a format is enforced, so that letters are likelier than digits."""
-GREEDY_BELOW = 1e-4
-"""At lower temperatures, the token with the highest score is chosen."""
 DIMENSIONS = 384
 WORD = re.compile(r"\w+")
 
@@ -144,7 +141,7 @@ class EchoModel:
 
     def prompt_scores(self, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
         """Return each token of a prompt with its log-probability, which does not depend on the tokens before it."""
-        logprobs = _log_softmax(self.free)
+        logprobs = log_softmax(self.free)
         likeliest = [self.entry(logprobs, other) for other in _likeliest(logprobs, top)]
         first = TokenLogprob(
             token=tokens[0],
@@ -234,9 +231,17 @@ class AnswerSampler:
             if not self._counts[oldest]:
                 del self._counts[oldest]
 
-    def logprob(self, scores: Scores, token: int, top: int, named: Sequence[int] = ()) -> TokenLogprob:
-        """Return the log-probability of a token by these scores, with ``top`` alternatives and named tokens."""
-        logprobs = _log_softmax(scores)
+    def logprob(
+        self, scores: Scores, token: int, top: int, named: Sequence[int] = (), *, after_sampling: bool = False
+    ) -> TokenLogprob:
+        """Return the log-probability of a token by these scores, with ``top`` alternatives and named tokens.
+
+        Args:
+            after_sampling: See ``GenerationRequest``.
+        """
+        logprobs = log_softmax(scores)
+        if after_sampling:
+            logprobs = log_softmax(drawn_scores(logprobs, self._sampling))
         others = tuple(self._model.entry(logprobs, other) for other in _likeliest(logprobs, top))
         entry = self._model.entry(logprobs, token, others, _entropy(logprobs))
         return replace(entry, named=tuple(self._model.entry(logprobs, other) for other in named)) if named else entry
@@ -282,36 +287,19 @@ class AnswerSampler:
             scores = np.where(mask, scores, -np.inf)
         if self._greedy:
             return int(scores.argmax())
-        # The log-probabilities, with minus infinity for the tokens that top_p, min_p and top_k remove.
-        kept, sampling = _log_softmax(scores), self._sampling
-        if sampling.top_p < 1:
-            ordered = np.sort(kept)[::-1]
-            likelier = np.cumsum(np.exp(ordered)) - np.exp(ordered)
-            least = ordered[max(1, int((likelier < sampling.top_p).sum())) - 1]
-            kept = np.where(kept < least, -np.inf, kept)
-        if sampling.min_p > 0:
-            kept = np.where(kept < kept.max() + math.log(sampling.min_p), -np.inf, kept)
-        if 0 < sampling.top_k < len(kept):
-            least = np.partition(kept, -sampling.top_k)[-sampling.top_k]
-            kept = np.where(kept < least, -np.inf, kept)
-        kept = (kept - kept.max()) / sampling.temperature
+        kept = drawn_scores(log_softmax(scores), self._sampling)
         return int((kept + self._random.gumbel(size=kept.shape)).argmax())
 
 
-def _log_softmax(scores: Scores) -> Scores:
-    most = scores.max()
-    total: Scores = scores - (most + math.log(np.exp(scores - most).sum()))
-    return total
-
-
 def _entropy(logprobs: Scores) -> float:
-    return -float((np.exp(logprobs) * logprobs).sum())
+    possible = logprobs[np.isfinite(logprobs)]
+    return -float((np.exp(possible) * possible).sum())
 
 
 def _likeliest(scores: Scores, count: int) -> list[int]:
     if not count:
         return []
-    count = min(count, len(scores))
+    count = min(count, int(np.isfinite(scores).sum()))
     indices = np.argpartition(scores, -count)[-count:]
     return [int(token) for token in indices[np.argsort(-scores[indices], kind="stable")]]
 

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import inf, log
 from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.answers import Generation
@@ -187,6 +188,7 @@ def completion_body(
     if request.top_logprobs is not None:
         # A named token may have any rank.
         body["n_probs"] = vocabulary_size if request.logprob_tokens else max(1, request.top_logprobs)
+        body["post_sampling_probs"] = request.after_sampling
     if grammar is not None:
         body["grammar"] = grammar
     return body
@@ -457,12 +459,14 @@ def _logprob(entry: Mapping[str, Any], top: int = 0, named: Sequence[int] = ()) 
     data = bytes(entry["bytes"])
     # All tokens, if some are named.
     others = list(entry.get("top_logprobs") or ())
+    # Tokens that are never drawn are among the probabilities after sampling, too.
+    others += [other for other in entry.get("top_probs") or () if other["prob"] > 0]
     found = {other["id"]: other for other in others if other["id"] in named} if named else {}
     return TokenLogprob(
         token=int(entry["id"]),
         text=token_text(data),
         bytes=data,
-        logprob=float(entry["logprob"]),
+        logprob=float(entry["logprob"]) if "logprob" in entry else log(entry["prob"]) if entry["prob"] > 0 else -inf,
         top=tuple(_logprob(other) for other in others[:top]),
         named=tuple(_logprob(found[token]) for token in named if token in found),
     )

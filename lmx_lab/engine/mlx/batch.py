@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.cpu_blas import ThreadChoice
+from lmx_lab.engine.distribution import drawn_scores, log_softmax
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.kv_cache import Footprint, KvState
 from lmx_lab.engine.mlx.prefill import PrefillPace
@@ -474,10 +475,13 @@ class Batch:
 
     def logprob(self, event: TokenGenerated) -> TokenLogprob | None:
         """Return the log-probability of a token; None if its request does not need it."""
-        top = event.generation.request.top_logprobs
+        request = event.generation.request
+        top = request.top_logprobs
         if top is None:
             return None
         row, ends = as_rows(event.logprobs)[0], event.finish == "stop"
+        if request.after_sampling:
+            row = log_softmax(drawn_scores(row, request.sampling))
         named = event.generation.named_tokens
         return answer_token(self._model.vocabulary, row, event.token, top, named=named, ends=ends)
 

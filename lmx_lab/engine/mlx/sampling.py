@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from lmx_lab.engine.distribution import GREEDY_BELOW
 from lmx_lab.engine.grammar.mask import Constraint
 from lmx_lab.engine.requests import Sampling
 from lmx_lab.engine.text.vocabulary import Vocabulary
@@ -31,8 +32,6 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 Row = NDArray[np.float32]
 FEW_TOKENS = 1024
 """If a grammar allows at most this many tokens, only these are used for sampling, which is faster."""
-MIN_TEMPERATURE = 1e-4
-"""Lower temperatures are greedy. At this one, a token that is 0.1 % more likely is drawn 20,000 times as often."""
 
 
 class Samplers:
@@ -51,7 +50,7 @@ class Samplers:
         Args:
             choice: Index of the answer among those of its request.
         """
-        if sampling.temperature < MIN_TEMPERATURE:
+        if sampling.temperature < GREEDY_BELOW:
             return _greedy
         random = RandomSampler(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         if sampling.seed is not None:

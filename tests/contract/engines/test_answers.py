@@ -398,6 +398,27 @@ async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(model):
     assert (entry.token, entry.bytes, entry.ends) == (2, b"", True)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(temperature=0), 1),
+        (Sampling(temperature=2.0, top_k=3, seed=1), 3),
+        (Sampling(temperature=0.5, top_k=4, min_p=1e-99, seed=2), 4),
+        # The first token alone has this probability.
+        (Sampling(temperature=1.0, top_p=1e-9, seed=3), 1),
+    ],
+)
+async def test_logprobs_after_sampling_are_those_with_which_tokens_are_drawn(model, sampling, kept):
+    (plain,) = await logprobs(model, top_logprobs=5, max_tokens=1)
+    (entry,) = await logprobs(model, top_logprobs=5, max_tokens=1, sampling=sampling, after_sampling=True)
+    # Without a temperature, the probabilities of the tokens that remain are in the ratio that they had before.
+    weights = [math.exp((one.logprob - plain.top[0].logprob) / (sampling.temperature or 1)) for one in plain.top[:kept]]
+    drawn = {one.token: math.exp(one.logprob) for one in entry.top}
+    assert list(drawn) == [one.token for one in plain.top[:kept]]
+    assert list(drawn.values()) == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-3)
+    assert math.exp(entry.logprob) == pytest.approx(drawn[entry.token])
+
+
 async def test_logprobs_are_delivered_only_on_request(model):
     assert await logprobs(model, top_logprobs=None) == []
 
