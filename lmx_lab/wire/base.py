@@ -103,10 +103,10 @@ TokenLimit = Annotated[
 ]
 AnyModel = Annotated[
     NonEmpty,
-    BeforeValidator(lambda value: ANY_MODEL if value is None else value),
-    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}),
+    BeforeValidator(lambda value: ANY_MODEL if value in (None, "") else value),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-"""Name of the model that answers; null means ``ANY_MODEL``."""
+"""Name of the model that answers; null and an empty name mean ``ANY_MODEL``."""
 Choices = Annotated[int, Field(ge=1, le=8), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=20), WHOLE]
 

@@ -24,6 +24,8 @@ from lmx_lab.wire.errors import validated
 from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
 
 PROMPT_LIMIT = 1024
+RANDOM_SEEDS = (-1, 2**32 - 1)
+"""Numbers with which llama.cpp means a random seed."""
 # Named types, because members of a union must be hashable, and FailFast is not.
 TokenIds = TypeAliasType(
     "TokenIds",
@@ -223,6 +225,8 @@ class LlamaRequest(LenientModel):
     stream: bool | None = False
     n_predict: Annotated[int, Field(ge=-2), WHOLE] | None = None
     """Maximum number of tokens; -1 and -2 set no limit, and 0 only computes the prompt."""
+    n_cmpl: Choices | None = None
+    """Number of completions of each prompt."""
     n_probs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns no log-probabilities."""
     post_sampling_probs: bool | None = None
@@ -252,6 +256,7 @@ class LlamaRequest(LenientModel):
         """
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         known = {name: value for name, value in given.items() if name in CompletionRequest.model_fields}
+        known |= {} if self.n_cmpl is None else {"n": self.n_cmpl}
         # llama.cpp's defaults.
         defaults = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
         if infill and not isinstance(self.prompt, str):
@@ -264,11 +269,13 @@ class LlamaRequest(LenientModel):
         # As llama.cpp writes them for models without tokens for several files.
         extra = "".join(f"\n\n--- snippet ---\n\n{each.text}" for each in self.input_extra or ())
         gap = {"prompt": f"{extra}{self.input_prefix}{self.prompt}", "suffix": self.input_suffix}
+        if known.get("seed") in RANDOM_SEEDS:
+            del known["seed"]
         own = {"stream": self.stream, "logprobs": self.n_probs or None, **(gap if infill else {"prompt": self.prompt})}
         if self.n_predict is not None or not {"max_tokens", "max_completion_tokens"} & known.keys():
             own["n_predict"] = max(self.n_predict or -1, -1)
         body = validated(CompletionRequest, {**defaults, **known, **own})
-        return body, [*(name for name in given if name not in known), *body.ignored()]
+        return body, [*(name for name in given if name not in CompletionRequest.model_fields), *body.ignored()]
 
 
 class LlamaCompletion(BaseModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, FailFast, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.steering import STEER_LIMIT, SteeringVector
@@ -61,6 +61,7 @@ Steerings = TypeAliasType("Steerings", Annotated[list[SteeringVector], FailFast(
 Breakers = TypeAliasType(
     "Breakers", Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], FailFast(), Field(max_length=16)]
 )
+EMPTY_MEANS_NONE = BeforeValidator(lambda value: None if value == "" else value)
 Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
 
 
@@ -149,6 +150,7 @@ class Hints(RequestModel):
 
     # Programs that load models themselves: Ollama and LM Studio.
     keep_alive: Hint = None
+    num_ctx: Hint = None
     ttl: Hint = None
     draft_model: Hint = None
 
@@ -176,7 +178,7 @@ class CompatibleFields(GenerationFields, Hints):
     response_format: ResponseFormat | None = None
     json_schema: JsonSchema | None = None
     """llama.cpp's name for a ``response_format`` with this schema."""
-    grammar: GbnfGrammar | None = None
+    grammar: Annotated[GbnfGrammar | None, EMPTY_MEANS_NONE] = None
     """A format of the answer as a grammar in GBNF, llama.cpp's grammar format."""
     structured_outputs: StructuredOutputs | None = None
     """vLLM's name for ``response_format``."""
@@ -214,6 +216,7 @@ class CompatibleFields(GenerationFields, Hints):
     top_a: Annotated[Any, Neutral("top-a samplers", (0,))] = None
     top_n_sigma: Annotated[Any, Neutral("top-n-sigma samplers", (-1, 0))] = None
     n_discard: Annotated[Any, Neutral("discarded tokens", (0,))] = None
+    min_keep: Annotated[Any, Neutral("minimum numbers of candidates", (0,))] = None
     n_probs: Annotated[Any, Neutral("probabilities (send logprobs and top_logprobs)", (0,))] = None
     post_sampling_probs: Annotated[
         Any, Neutral("probabilities after sampling (send the request to /completion)", (False,))

@@ -33,7 +33,7 @@ def test_the_error_of_a_body_of_another_type_has_no_name_of_a_class(http, path, 
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        *each_value(model=["", 5], temperature=[2.1, -0.1, "hot"], top_p=[1.1], max_tokens=[0, -2, 1.5, True, "5"]),
+        *each_value(model=[5], temperature=[2.1, -0.1, "hot"], top_p=[1.1], max_tokens=[0, -2, 1.5, True, "5"]),
         *each_value(n_predict=[0], min_tokens=[-1], repeat_penalty=[0], typical_p=[0.5], mirostat=[1], stream=["yes"]),
         *each_value(json_schema=["string"], grammar=["root ::= leaf", "a" * 16_385], stop=["a" * 1001]),
         *each_value(modalities=[["text", "audio"]], logit_bias=[{"49152": 1}], metadata=[{"a": [1] * 20_000}]),

@@ -7,6 +7,7 @@ import httpx2
 import pytest
 from tokenizers import Tokenizer
 
+from lmx_lab.wire.completions import LlamaRequest
 from tests.support.asking import ENDLESS, chat_body, echo_body, error_of, events
 from tests.support.labs import wait_until_idle
 
@@ -306,6 +307,67 @@ def test_each_chunk_may_have_the_timings_so_far(http, path):
     assert len(prompts) == 1
     assert all(each["predicted_ms"] >= 0 and each["prompt_ms"] >= 0 for each in timed)
     assert sum("timings" in part for part in parts()) == 1
+
+
+LLAMA_VIM = {
+    **{
+        "id_slot": 0,
+        "prompt": "",
+        "n_predict": 8,
+        "stop": [],
+        "n_indent": 4,
+        "top_k": 40,
+        "top_p": 0.99,
+        "stream": False,
+    },
+    **{
+        "samplers": ["top_k", "top_p", "infill"],
+        "cache_prompt": True,
+        "t_max_prompt_ms": 500,
+        "t_max_predict_ms": 1000,
+    },
+    **{"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "x", "time": [1, 2], "filename": "f"}]},
+    "response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached"],
+}
+LLAMA_VSCODE = {
+    **{"input_prefix": "a", "input_suffix": "b", "input_extra": [], "prompt": "", "n_predict": 0, "samplers": []},
+    **{"cache_prompt": True, "t_max_prompt_ms": 1, "t_max_predict_ms": 1, "model": "", "response_fields": [""]},
+}
+SILLY_TAVERN = {
+    **{
+        "prompt": "hello",
+        "n_predict": 8,
+        "n_probs": 0,
+        "seed": -1,
+        "temperature": 1,
+        "top_p": 1,
+        "top_k": 0,
+        "top_a": 0,
+    },
+    **{"tfs_z": 1, "typical_p": 1, "min_p": 0.1, "repeat_penalty": 1.1, "repeat_last_n": 64, "presence_penalty": 0},
+    **{"mirostat": 0, "mirostat_tau": 5, "grammar": "", "stop": ["\nUser:"], "dry_multiplier": 0, "xtc_probability": 0},
+    **{"samplers": ["penalties", "top_k", "temperature"], "logit_bias": [], "stream": True, "truncation_length": 8192},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/infill", LLAMA_VIM), ("/infill", LLAMA_VSCODE), ("/completion", SILLY_TAVERN)]
+)
+def test_the_requests_of_clients_of_llama_cpp_are_answered(http, path, body):
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert "samplers" in response.headers["x-lmx-ignored"]
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(-1, None), (2**32 - 1, None), (7, 7)])
+def test_llama_cpp_means_a_random_seed_with_minus_one(seed, expected):
+    converted, ignored = LlamaRequest.model_validate({"prompt": "hello", "seed": seed}).converted(infill=False)
+    assert (converted.seed, ignored) == (expected, [])
+
+
+def test_llama_cpp_returns_several_completions_of_a_prompt(http):
+    answers = http.post("/completion", json={"prompt": "hello sea", "n_predict": 2, "n_cmpl": 3}).json()
+    assert [(each["index"], each["content"]) for each in answers] == [(at, "hello") for at in range(3)]
 
 
 def test_llama_cpp_returns_only_the_requested_members_of_an_answer(http):
