@@ -13,9 +13,11 @@ from tests.support.engines import (
     PLACE_FORMAT,
     FinishedAnswer,
     chat_request,
+    finish,
     finish_answer,
     is_place,
     manager_with,
+    request,
 )
 from tests.support.engines import run_chat as run
 
@@ -153,3 +155,23 @@ async def test_the_first_two_grammars_may_be_compiled_at_the_same_time(own_manag
     assert is_place(answer[0].text)
     assert is_place(answer[1].calls[0][1])
     assert answer[2].text in ("yes", "no")
+
+
+async def test_an_answer_whose_text_is_forced_takes_one_token_of_each_step_and_delays_no_other(manager):
+    # The whole text is forced: after each token, the format allows exactly one.
+    text = "the sea is wide and deep " * 40
+    forced_request = request(max_tokens=100, answer_format=AnswerFormat(kind="regex", text=text))
+    # Only the first request waits until the format is compiled.
+    await finish(await manager.submit(forced_request))
+    free = await manager.submit(request(max_tokens=300, ignore_eos=True))
+    await anext(free)
+    forced = await manager.submit(forced_request)
+    answers = await asyncio.gather(finish(free), finish(forced))
+    assert text.startswith(answers[1][0])
+    free_steps, forced_steps = (
+        {step.step: step.tokens for step in each.steps.steps() if step.kind == "decode"} for each in (free, forced)
+    )
+    assert forced_steps == dict.fromkeys(forced_steps, 1)
+    during = {at for at in free_steps if min(forced_steps) <= at <= max(forced_steps)}
+    assert during == forced_steps.keys()
+    assert len(during) > 50
