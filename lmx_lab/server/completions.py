@@ -48,7 +48,9 @@ from lmx_lab.wire.completions import (
 )
 from lmx_lab.wire.errors import ErrorBody
 
-LLAMA = "A completion, a list of them for a list of prompts or, with `stream: true`, events with parts of them"
+LlamaAnswer = LlamaCompletion | dict[str, Any]
+"""The answer to one prompt, with ``response_fields`` only these members of it."""
+LLAMA = "A completion, a list if there are several or, with `stream: true`, events with parts of them"
 """Description of the response to llama.cpp's requests."""
 
 
@@ -135,12 +137,12 @@ def completion_routes(service: InferenceService) -> APIRouter:
 
     responses: Responses = {200: event_stream(LlamaCompletion, ErrorBody, description=LLAMA), **GENERATION_ERRORS}
 
-    @router.post("/completion", response_model=LlamaCompletion | list[LlamaCompletion], responses=responses)
+    @router.post("/completion", response_model=LlamaAnswer | list[LlamaAnswer], responses=responses)
     async def completion(body: LlamaRequest, request: Request) -> Response:
         """Continue plain prompts, in the form of llama.cpp's server."""
         return await complete(body, request, infill=False)
 
-    @router.post("/infill", response_model=LlamaCompletion, responses=responses)
+    @router.post("/infill", response_model=LlamaAnswer | list[LlamaAnswer], responses=responses)
     async def infill(body: LlamaRequest, request: Request) -> Response:
         """Fill the gap between two texts, in the form of llama.cpp's server."""
         return await complete(body, request, infill=True)
