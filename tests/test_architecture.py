@@ -37,6 +37,7 @@ TABLE = {
     "values": Row("errors results", "numpy pydantic pydantic_core"),
     "settings": Row("errors"),
     "urls": Row("errors extras"),
+    "running": Row("urls"),
     "broadcast": Row(),
     "sanitize": Row(),
     "extras": Row("errors"),
@@ -68,7 +69,7 @@ TABLE = {
     ),
     # settings: the state file of a daemon on this machine. numpy: vectors of embeddings.
     "client": Row(
-        "errors values settings broadcast blocking portal results sanitize wire",
+        "errors values settings urls running broadcast blocking portal results sanitize wire",
         "httpx2 h11 pydantic pydantic_core numpy",
     ),
     # httpx2: the type of an argument of mcp's HTTP transport. anyio: errors of mcp's streams. psutil: child processes.

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -19,7 +18,7 @@ from lmx_lab.cli import FAILED
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.options import Command, epilog
 from lmx_lab.cli.terminal import out, print_line, print_note
-from lmx_lab.errors import LabError, UnreachableError
+from lmx_lab.errors import LabError
 from lmx_lab.extras import install_command
 from lmx_lab.sanitize import single_line
 from lmx_lab.settings import Settings
@@ -156,10 +155,18 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """List the running labs of this user with the models in their memory, and the daemon."""
+    import asyncio
+
+    from lmx_lab.client.labs import ask_labs
     from lmx_lab.daemon.home import read_state
 
     settings = Settings.read()
-    labs = _models_of_labs(settings)
+    labs: dict[str, list[ModelRecord]] = {}
+    for url, answer in asyncio.run(ask_labs(settings)).items():
+        if isinstance(answer, LabError):
+            print_note(f"the lab at {url} does not list its models: {answer.message}")
+        else:
+            labs[url] = [record for record in answer.models if record.loaded]
     daemon = None
     with contextlib.suppress(LabError):
         daemon = read_state(settings.daemon_folder)
@@ -227,33 +234,6 @@ def stop(
     """
     with _running_lab(url, api_key) as lab:
         print_line(f"stopped {lab.stop_request(request)}")
-
-
-def _models_of_labs(settings: Settings) -> dict[str, list[ModelRecord]]:
-    """Return the models in the memory of each running lab of this home, by the lab's address. A lab that refuses is
-    reported."""
-    from lmx_lab.doctor.ports import running_labs
-
-    found: dict[str, list[ModelRecord]] = {}
-    # macOS does not list the programs that listen on ports, and a lab may have another home.
-    for url in dict.fromkeys([*(lab.url for lab in running_labs(settings)), local_url(settings.host, settings.port)]):
-        try:
-            with lmx_lab.attach(url, api_key=settings.api_key) as lab:
-                found[url] = [record for record in lab.models() if record.loaded]
-        except UnreachableError:
-            continue
-        except LabError as exc:
-            print_note(f"the lab at {url} does not list its models: {exc.message}")
-    return found
-
-
-def loaded_models(settings: Settings) -> dict[Path, str]:
-    """Return the models that running labs have in memory, by their paths, each with the command that unloads it."""
-    return {
-        Path(record.path): f"lmx-lab unload {record.id} --url {url}"
-        for url, records in _models_of_labs(settings).items()
-        for record in records
-    }
 
 
 def _seconds(ttl: str | None) -> TimeToLive | None:

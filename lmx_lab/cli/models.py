@@ -241,15 +241,19 @@ def rm(
 ) -> None:
     """Delete models from the disk, after a list of their files, sizes and other users.
 
-    A model that a running lab has loaded is not deleted, and neither are files of other programs.
+    A model that a running lab has loaded or is loading is not deleted, and neither are files of other programs.
     """
-    from lmx_lab.cli.labs import loaded_models
+    import asyncio
+
+    from lmx_lab.client.labs import files_in_use
     from lmx_lab.weights.usage import find_model, remove_stored
 
     settings = settings_with_folders()
-    loaded = loaded_models(settings)
+    used = asyncio.run(files_in_use(settings))
+    for note in used.unknown:
+        print_note(note)
     # All names are checked before anything is deleted.
-    for files in [find_model(settings, name, loaded=loaded) for name in dict.fromkeys(models)]:
+    for files in [find_model(settings, name, in_use=used.unloads) for name in dict.fromkeys(models)]:
         for line in files.lines():
             print_note(line)
         if _is_confirmed(files.model, yes=yes):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -256,6 +257,11 @@ class ModelManager:
     def snapshot(self) -> EngineSnapshot:
         """The models in memory and the state of their engines. Never blocks."""
         return self._residents.snapshot
+
+    @property
+    def in_use(self) -> dict[Path, str]:
+        """The files of models in memory or being loaded, by path, each with the id of the model; see ``Residents``."""
+        return self._residents.in_use
 
     @property
     def alive(self) -> bool:

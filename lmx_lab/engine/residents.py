@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lmx_lab.engine.engines import Engines, choose_engine, share_memory
@@ -154,6 +155,15 @@ class Residents:
         """The models in memory, and the one that was unloaded because it was idle."""
         idle = [self.now.idle_model] if self.now.idle_model is not None else []
         return frozenset([*idle, *(entry.id for entry in self.now.entries)])
+
+    @property
+    def in_use(self) -> dict[Path, str]:
+        """The files of models in memory or being loaded, drafts included: their paths, each with the id of the model
+        that uses them. May be read on any thread.
+        """
+        loads = [change.entry for change in list(self._changes) if change.spec is not None and change.entry is not None]
+        users = [*(model.entry for model in self.now.loaded), *loads]
+        return {each.path: user.id for user in users for each in filter(None, (user, user.draft))}
 
     def _is_full_and_busy(self) -> bool:
         """Return whether another model can be loaded only after running requests have ended."""

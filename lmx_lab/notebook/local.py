@@ -29,6 +29,7 @@ from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
 from lmx_lab.instrument.store import RecordStore, save_record
 from lmx_lab.notebook.addresses import Addresses
 from lmx_lab.portal import HostedLoop, LoopThread
+from lmx_lab.running import record_lab
 from lmx_lab.server import InferenceServer, create_server
 from lmx_lab.server.admin import model_records
 from lmx_lab.server.completions import prompt_text
@@ -141,6 +142,7 @@ class LocalServer:
         self.announced_name = ""
         """The name under which the server is announced on the local network; empty if it is not."""
         self._announcement: Announcement | None = None
+        self._remove_record: Callable[[], None] | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     def _current_policy(self) -> GuardPolicy:
@@ -185,6 +187,9 @@ class LocalServer:
             max_bytes, pong_s = self.settings.max_body_bytes, self.settings.slow_client_s
             serving = serve(self.services.asgi, sock, ws_max_bytes=max_bytes, ws_pong_s=pong_s)
             self._host = await on_loop(self.portal, serving)
+            self._remove_record = await in_thread(
+                partial(record_lab, self.settings.home, self.settings.host, self.addresses.port)
+            )
             if announcement is not None:
                 self._announcement = announcement
                 self.announced_name = await in_thread(announcement.start)
@@ -257,6 +262,8 @@ class LocalServer:
 
     def _close(self) -> None:
         self._stopped = True
+        if self._remove_record is not None:
+            self._remove_record()
         if self._announcement is not None:
             self._announcement.stop()
         if self.daemon is not None:
@@ -322,17 +329,17 @@ class LocalServer:
 
     async def delete_model(self, name: str, *, yes: bool) -> ModelFiles:
         """Find the files of a model on the disk, and delete them with ``yes``; see ``find_model``."""
-        loaded = {
-            entry.path: f"lab.unload({state.entry.id!r})"
-            for state in self.engine.snapshot.models
-            for entry in filter(None, (state.entry, state.entry.draft))
-        }
+        # Imported here, because few cells delete models.
+        from lmx_lab.client.labs import files_in_use
+
+        others = await files_in_use(self.settings, besides=self.port)
 
         def work() -> ModelFiles:
-            files = find_model(self.settings, name, loaded=loaded)
+            own = {path: f"lab.unload({model!r})" for path, model in self.engine.in_use.items()}
+            files = find_model(self.settings, name, in_use=others.unloads | own)
             for item in files.items if yes else ():
                 remove_stored(self.settings, item)
-            return replace(files, deleted=yes)
+            return replace(files, unknown=others.unknown, deleted=yes)
 
         return await in_disk_thread(work)
 

@@ -117,6 +117,7 @@ def admin_routes(manager: ModelManager) -> APIRouter:
                 "models": models,
                 "compute": compute and compute.model_copy(update={"detail": hide(compute.detail)}),
                 "problem": problem and hide(problem),
+                "in_use": {},
             }
         )
 
@@ -358,6 +359,7 @@ def _describe(listing: Listing, manager: ModelManager) -> ModelRecords:
         ],
         preference=preference,
         problem=listing.problem,
+        in_use={str(path): model for path, model in manager.in_use.items()},
     )
 
 

@@ -404,6 +404,8 @@ class ModelFiles:
     """Models in other folders that link to these files, and cannot be loaded without them."""
     kept: tuple[str, ...] = ()
     """Files of the same model that are not deleted here, such as those of Ollama, each with the reason."""
+    unknown: tuple[str, ...] = ()
+    """Running labs that did not say which models they use, each with the reason."""
     deleted: bool = False
 
     @property
@@ -421,7 +423,7 @@ class ModelFiles:
         if any(item.what == HUB_MODEL for item in self.items):
             lines.append("other programs, such as transformers, may use files in the hub cache")
         lines += [f"{path} links to these files, and cannot be loaded without them" for path in self.links]
-        return [*lines, *(f"kept: {text}" for text in self.kept)]
+        return [*lines, *(f"kept: {text}" for text in self.kept), *self.unknown]
 
     def __repr__(self) -> str:
         size = f"{self.size_bytes / 1e6:,.1f} MB"

@@ -89,15 +89,15 @@ def find_stored(settings: Settings, name: str) -> Stored:
     return item
 
 
-def find_model(settings: Settings, name: str, *, loaded: Mapping[Path, str]) -> ModelFiles:
+def find_model(settings: Settings, name: str, *, in_use: Mapping[Path, str]) -> ModelFiles:
     """Return what is deleted with a model: an id means all its formats on this disk, an alias or a path means one.
 
     Args:
-        loaded: The models in memory by their paths, each with the command or call that unloads it.
+        in_use: The models in memory or being loaded by their paths, each with the command or call that unloads it.
 
     Raises:
         ModelNotFoundError: there is no such model.
-        ModelBusyError: it is loaded.
+        ModelBusyError: it is in use.
         InvalidRequestError: all its files are those of other programs, or the user's own; the message says how to
             delete them.
     """
@@ -123,10 +123,10 @@ def find_model(settings: Settings, name: str, *, loaded: Mapping[Path, str]) -> 
     if not found:
         remedies = "; ".join(kept) or f"{name} has no files"
         raise InvalidRequestError(f"{name[:200]} is not deleted here: {remedies}", param="model")
-    for path, remedy in loaded.items():
+    for path, remedy in in_use.items():
         # A model may be loaded by a link to these files.
         if any(_contains(item, each) for item in found.values() for each in (path, path.resolve())):
-            raise ModelBusyError(f"{name[:200]} is loaded and was not deleted; unload it first: {remedy}")
+            raise ModelBusyError(f"{name[:200]} is in use and was not deleted; unload it first: {remedy}")
     links = []
     for other in Catalog(settings).scan():
         files = [other.path, *(other.path.iterdir() if other.path.is_dir() else ())]

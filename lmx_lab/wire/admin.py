@@ -128,6 +128,9 @@ class ModelRecords(BaseModel):
     """Null if it was not measured; ``lmx-lab doctor --measure`` measures it."""
     problem: str | None = None
     """Why ``models`` may be incomplete or out of date, such as a disk that does not respond."""
+    in_use: dict[str, str] = {}
+    """The paths of models in memory or being loaded, drafts included, each with the id of the model that is unloaded to
+    free them. Empty for callers on other machines."""
 
 
 def load_spec(model: str, options: LoadOptions) -> LoadSpec:

@@ -5,6 +5,7 @@ import re
 import secrets
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
@@ -62,14 +63,14 @@ def test_a_loaded_model_is_not_deleted(tiny_home, tmp_path):
         done = run(lab, "rm", "tiny", "--yes")
         assert (done.status, done.stdout) == (1, "")
         remedy = f"lmx-lab unload tiny --url {lab.url}"
-        assert done.stderr == f"model-busy: tiny is loaded and was not deleted; unload it first: {remedy}\n"
+        assert done.stderr == f"model-busy: tiny is in use and was not deleted; unload it first: {remedy}\n"
         with pytest.raises(ModelBusyError, match=r"unload it first: lab\.unload\('tiny'\)"):
             lab.delete_model("tiny", yes=True)
         assert run(lab, "unload", "tinny").stderr.startswith(
             "invalid-request: tinny is not loaded; did you mean 'tiny'? tiny is loaded"
         )
         lab.load(str(link))
-        assert run(lab, "rm", "tiny", "--yes").stderr.startswith("model-busy: tiny is loaded and was not deleted; ")
+        assert run(lab, "rm", "tiny", "--yes").stderr.startswith("model-busy: tiny is in use and was not deleted; ")
         lab.unload()
         plan = lab.delete_model("tiny")
         assert f"{link} links to these files" in repr(plan)
@@ -81,6 +82,37 @@ def test_a_loaded_model_is_not_deleted(tiny_home, tmp_path):
         assert not (tmp_path / "models" / "tiny").exists()
         with attach(lab.url) as attached, pytest.raises(InvalidRequestError, match="run lmx-lab rm where its server"):
             attached.delete_model("tiny")
+
+
+def test_a_model_that_another_lab_loads_is_not_deleted(lab, tiny_home):
+    home = lab.settings.home
+    shutil.copytree(tiny_home / "models" / "tiny", home / "models" / "tiny")
+    refusal = f"tiny is in use and was not deleted; unload it first: lmx-lab unload tiny --url {lab.url}"
+    with serving(home, None) as other, ThreadPoolExecutor(1) as pool:
+        with closing(lab.chat("hello", stream=True, **ENDLESS)) as stream:
+            next(iter(stream))
+            load = pool.submit(lab.load, "tiny", wait=True)
+            until(lambda: home / "models" / "tiny" in manager_of(lab).in_use)
+            for _ in range(2):
+                with pytest.raises(ModelBusyError, match=re.escape(refusal)):
+                    other.delete_model("tiny", yes=True)
+                # The lab is not at the configured port.
+                done = run_command(home, "rm", "tiny", "--yes", environ={"LMX_LAB_PORT": str(UNUSED_PORT)})
+                assert (done.status, done.stderr) == (1, f"model-busy: {refusal}\n")
+                # The second time, the model is loaded.
+                stream.close()
+                load.result()
+        lab.unload()
+        assert other.delete_model("tiny", yes=True).deleted
+
+
+def test_a_lab_that_does_not_list_its_models_is_named(tmp_path, tiny_home):
+    shutil.copytree(tiny_home / "models" / "tiny", tmp_path / "models" / "tiny")
+    with serving(tmp_path, None) as lab, serving(tmp_path, None, api_key="s3cret") as keyed:
+        note = f"the lab at {keyed.url} does not list its models: "
+        assert note in repr(lab.delete_model("tiny"))
+        assert note in run(lab, "rm", "tiny", "--yes").stderr
+        assert note in run(lab, "status").stderr
 
 
 @pytest.mark.slow
