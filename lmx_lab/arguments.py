@@ -58,13 +58,13 @@ def _tools(tools: Any) -> Any:
     if not isinstance(converted, list) or not any(map(callable, converted)):
         return converted
     # Imported here, because reading docstrings takes a package that most programs do not need.
-    from lmx_lab.wire.function_schema import function_schema
+    from lmx_lab.wire.function_schema import function_schema, name_of
 
     functions: dict[str, Any] = {}
 
     def of_function(function: Any) -> dict[str, Any]:
         schema = function_schema(function)
-        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+        name = name_of(function)
         # The server ignores a second tool with the same name.
         if functions.setdefault(name, function) != function:
             raise InvalidRequestError(

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.sanitize import finite
-from lmx_lab.wire.function_schema import ArgumentsError, FunctionSchema, function_schema
+from lmx_lab.wire.function_schema import ArgumentsError, FunctionSchema, function_schema, name_of
 from lmx_lab.wire.mcp import Permission, ToolRecord
 from lmx_lab.wire.sessions import ToolStatus
 
@@ -121,7 +121,7 @@ class PythonTools:
             raise InvalidRequestError(
                 f"timeout_s is {timeout_s!r}; it must be greater than 0 and at most 86400", param="timeout_s"
             )
-        name = name if name is not None else getattr(function, "__name__", type(function).__name__)
+        name = name if name is not None else name_of(function)
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(
                 f"the tool name is {name!r:.100}; it must have 1 to 64 of the characters A-Z a-z 0-9 _ -; set name=",
@@ -248,6 +248,8 @@ class _PythonCall:
             return ToolResult(status="error", text=f"The arguments are invalid, so the function was not called.\n{exc}")
         try:
             value = self._registration.function(**values)
+            if isinstance(value, AsyncIterator):
+                value = _first_items(value)
             if inspect.isawaitable(value):
                 value = self._run_awaitable(value)
             return ToolResult(status="ok", text=result_text(value)[:RESULT_CHARACTERS])
@@ -276,6 +278,16 @@ class _PythonCall:
 
         with asyncio.Runner() as runner:
             return runner.run(main())
+
+
+async def _first_items(values: AsyncIterator[Any]) -> list[Any]:
+    """Return the items of an iterator, which may be infinite."""
+    found = []
+    async for value in values:
+        found.append(value)
+        if len(found) == ITEMS:
+            break
+    return found
 
 
 def result_text(value: Any) -> str:

@@ -21,10 +21,12 @@ from lmx_lab.errors import InvalidRequestError
 
 _UNSUPPORTED_KINDS: dict[Any, str] = {
     inspect.Parameter.POSITIONAL_ONLY: (
-        "is positional-only, but models pass arguments by name; remove the / after it from the signature"
+        "is positional-only, but models pass arguments by name; remove the / after it from the signature, or wrap the "
+        "function in one with other parameters"
     ),
     inspect.Parameter.VAR_POSITIONAL: (
-        "accepts any number of values, which a schema cannot express; use a parameter that is a list"
+        "accepts any number of values, which a schema cannot express; use a parameter that is a list, or "
+        "functools.wraps in the decorator of a function"
     ),
     inspect.Parameter.VAR_KEYWORD: (
         "accepts any names, which a schema cannot express; use a parameter that is a dict, or name the parameters"
@@ -84,15 +86,17 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as exc:
         raise _unusable(function, "its signature cannot be read; wrap it in a function with annotations") from exc
-    target: Any = inspect.unwrap(getattr(function, "func", function))
-    if not (inspect.isroutine(target) or inspect.isclass(target)):
-        target = type(target).__call__
+    target = inspect.unwrap(_called(function))
+    *_, owner, name = ("", *getattr(target, "__qualname__", "").split("."))
+    if "self" in list(signature.parameters)[:1] and owner not in ("", "<locals>"):
+        raise _unusable(
+            function, f"it is a method without its object; pass that of an object, such as {owner}().{name}"
+        )
     try:
         hints = typing.get_type_hints(target, include_extras=True)
     except (NameError, TypeError, AttributeError) as exc:
-        raise _unusable(
-            function, f"an annotation cannot be evaluated ({_first_line(exc)}); define its type before the function"
-        ) from exc
+        problem = f"an annotation cannot be evaluated ({_first_line(exc)})"
+        raise _unusable(function, f"{problem}; define its type before the function, at the top level") from exc
     named: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
         if (problem := _UNSUPPORTED_KINDS.get(parameter.kind)) is not None:
@@ -118,6 +122,21 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
             "dict, an enum, a dataclass or a pydantic model",
         ) from exc
     return FunctionSchema(description=description, parameters=_readable(parameters), arguments=arguments)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function as a tool: its own, for a partial object that of its function, and for an object
+    that can be called that of its class.
+    """
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _called(function: Callable[..., Any]) -> Any:
+    """Return the function behind a partial object, or behind an object that can be called."""
+    function = getattr(function, "func", function)
+    is_itself = inspect.isroutine(function) or inspect.isclass(function) or hasattr(function, "__wrapped__")
+    return function if is_itself else type(function).__call__
 
 
 def _named(parameter: inspect.Parameter, hint: Any, text: str | None) -> inspect.Parameter:
@@ -189,8 +208,8 @@ def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
     The docstring can be in the style of Google, numpy or Sphinx.
     """
-    # A partial object has the docstring of the class ``partial``, so its function is used.
-    text = inspect.getdoc(getattr(function, "func", function)) or ""
+    # A partial object has the docstring of its class. That of an object describes the class more often than the call.
+    text = inspect.getdoc(_called(function)) or inspect.getdoc(getattr(function, "func", function)) or ""
     found: list[Docstring] = []
     for parse in (_GOOGLE.parse, numpydoc.parse, rest.parse):
         with contextlib.suppress(ParseError):

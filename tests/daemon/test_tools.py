@@ -47,6 +47,34 @@ class Box:
     high: Point
 
 
+class Counter:
+    """Keep a count."""
+
+    def add(self, by: int) -> int:
+        """Adds."""
+        return by
+
+    @classmethod
+    def make(cls, by: int) -> int:
+        return by
+
+    @staticmethod
+    def twice(by: int) -> int:
+        return 2 * by
+
+    @functools.lru_cache  # noqa: B019
+    def kept(self, by: int) -> int:
+        return by
+
+    def __call__(self, by: int) -> int:
+        """Count.
+
+        Args:
+            by: How far.
+        """
+        return by
+
+
 async def called(tools, function, /, **arguments):
     """Register a function and call it."""
     return await tools.call(tools.register(function, name="f").name, arguments)
@@ -158,6 +186,9 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
     def frame(table: pd.DataFrame) -> None: ...
     def unknown(a: Nowhere) -> None: ...  # noqa: F821
     def callback(a: Callable[[int], int]) -> None: ...
+    def undecorated(function):
+        return lambda *args, **kwargs: (function, args, kwargs)
+
     def ahead(a: Annotated[str, Field(pattern="(?=a)")]) -> None: ...
     def undecided(a: Annotated[Point | Box, Field(discriminator="kind")]) -> None: ...
 
@@ -170,6 +201,10 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
         callback: "JSON cannot represent",
         ahead: "look-around",
         undecided: "JSON cannot represent",
+        undecorated(callback): r"functools\.wraps",
+        math.sqrt: "wrap the function",
+        Counter.add: r"pass that of an object, such as Counter\(\)\.add",
+        functools.lru_cache(Counter.add): r"such as Counter\(\)\.add",
     }
     for function, remedy in remedies.items():
         with pytest.raises(InvalidRequestError, match=remedy):
@@ -188,16 +223,14 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
 
 
 def test_methods_partials_and_callable_objects_can_be_tools(tools):
-    class Counter:
-        def add(self, by: int) -> int:
-            """Adds."""
-            return by
-
-        def __call__(self, by: int) -> int:
-            return by
-
-    assert tools.register(Counter().add).parameters["required"] == ["by"]
-    assert tools.register(Counter(), name="counter").parameters["properties"] == {"by": {"type": "integer"}}
+    for method in (Counter().add, Counter.make, Counter.twice, Counter().kept):
+        tool = tools.register(method)
+        assert (tool.name, tool.parameters["required"]) == (method.__name__, ["by"])
+    tool = tools.register(Counter())
+    assert (tool.name, tool.description) == ("Counter", "Count.")
+    assert tool.parameters["properties"] == {"by": {"type": "integer", "description": "How far."}}
+    assert tools.register(functools.partial(Counter(), by=2), name="two").parameters["properties"]["by"]["default"] == 2
+    assert tools.register(functools.partial(Counter.add, Counter())).name == "add"
     partial = tools.register(functools.partial(everything, number=4), name="partial")
     assert partial.parameters["properties"]["number"]["default"] == 4
     assert partial.description.startswith("Does everything.")
@@ -303,6 +336,19 @@ async def test_results_have_a_limit(tools):
     assert len((await called(tools, lambda: "x" * 5_000_000)).text) == 2**20
     tools.remove("f")
     assert len((await called(tools, functools.partial(itertools.count, 1))).text) < 10_000
+
+
+async def test_the_items_of_generators_are_a_list(tools):
+    def below(limit: int):
+        yield from range(limit)
+
+    async def endless():
+        for number in itertools.count():
+            yield number
+
+    assert (await called(tools, below, limit=3)).text == "[0, 1, 2]"
+    tools.remove("f")
+    assert (await called(tools, endless)).text.endswith(" 998, 999]")
 
 
 async def test_an_exception_becomes_a_result_without_a_traceback(tools):
