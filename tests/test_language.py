@@ -29,6 +29,7 @@ REPLACEMENTS = {
     r"in the place of": "instead of, replaces",
     r"in vain": "without success",
     r"knows? no": "has no, does not support",
+    r"licences?": "license",
     r"lest": "so that … not",
     r"(?:let|lets|letting) go": "release, close",
     r"mend(?:s|ed|ing)?": "fix, repair",

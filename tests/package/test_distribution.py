@@ -85,11 +85,11 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built):
     assert {name.split("/")[0] for name in built.files} == {"lmx_lab", built.metadata_folder}
 
 
-def test_the_licence_of_vendored_code_is_included(built):
+def test_the_license_of_vendored_code_is_included(built):
     assert b"Leon Sorokin" in built.files["lmx_lab/panels/uplot/LICENSE"]
-    licences = built.metadata.get_all("License-File") or []
-    assert {"LICENSE", "lmx_lab/panels/uplot/LICENSE"} <= set(licences)
-    assert all(f"{built.metadata_folder}/licenses/{name}" in built.files for name in licences)
+    licenses = built.metadata.get_all("License-File") or []
+    assert {"LICENSE", "lmx_lab/panels/uplot/LICENSE"} <= set(licenses)
+    assert all(f"{built.metadata_folder}/licenses/{name}" in built.files for name in licenses)
 
 
 def test_the_source_distribution_builds_the_same_wheel(built, tmp_path):

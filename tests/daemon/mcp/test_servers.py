@@ -313,7 +313,7 @@ async def test_a_server_that_always_exits_fails_after_the_last_restart(harness):
     record = await harness.until("bad", lambda record: record.state == "failed")
     assert (record.restarts, record.error_kind) == (2, "exited")
     assert "code 4" in (record.error or "")
-    assert record.stderr_tail == "no licence"
+    assert record.stderr_tail == "no license"
     again = await harness.servers.restart("bad")
     assert (again.state, again.restarts) == ("starting", 0)
 

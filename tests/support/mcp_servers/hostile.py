@@ -172,7 +172,7 @@ def start() -> None:
     if "prints" in MODES:
         print("Welcome to the server!", flush=True)
     if "exits" in MODES:
-        print("no licence", file=sys.stderr, flush=True)
+        print("no license", file=sys.stderr, flush=True)
         sys.exit(4)
     if "mute" in MODES:
         time.sleep(600)
