@@ -375,6 +375,17 @@ def first_names(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def newer_version(version: object, latest: int) -> str:
+    """Say that a file cannot be read because a newer version of the package wrote it; the subject is the file.
+
+    Args:
+        version: The version of the format in the file.
+        latest: The newest one that this version reads.
+    """
+    versions = f"its version is {version!s:.20}, and this version reads {latest}"
+    return f"was written by a newer version of LMX Lab ({versions}: update lmx-lab)"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a phrase for an error message that suggests the most similar known name; empty if none is similar."""
     names = list(known)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from lmx_lab.bench.sample import RequestSample, new_run, read_row, row, table_of
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, newer_version
 from lmx_lab.results.provenance import provenance as current_provenance
 from lmx_lab.settings import Settings
 
@@ -165,11 +165,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if head is None or not isinstance(head.get("provenance"), dict) or "lmx_lab_bench" not in head:
             raise InvalidRequestError(f"{path} is not the file of a run: its first line is not a provenance")
         if head["lmx_lab_bench"] != VERSION:
-            raise InvalidRequestError(
-                f"{path} was written by a newer version of LMX Lab (its version is {head['lmx_lab_bench']!r:.20}, and "
-                f"this version reads {VERSION}); update lmx-lab",
-                param="path",
-            )
+            raise InvalidRequestError(f"{path} {newer_version(head['lmx_lab_bench'], VERSION)}", param="path")
         samples = (read_row(one) for one in map(_parse_object, lines) if one is not None)
         return head["provenance"], [one for one in samples if one is not None]
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from lmx_lab.errors import InvalidRequestError
-from lmx_lab.results.pages import write_file
+from lmx_lab.errors import InvalidRequestError, newer_version
+from lmx_lab.results.pages import path_of, write_file
 from lmx_lab.values.integers import whole_number
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.values.steering import LARGEST, VECTOR_LIMIT, encode_components
 from lmx_lab.values.tensors import decode_tensors, encode_tensors
 
-FORMAT = "lmx-lab steering vector 1"
+FORMAT, VERSION = "lmx-lab steering vector", 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,7 +128,7 @@ class Steer:
                 f"source cannot be written as JSON: {exc}; convert its values, for example with float()", param="source"
             ) from None
         metadata = {
-            "format": FORMAT,
+            "format": f"{FORMAT} {VERSION}",
             "layer": str(self.layer),
             "scale": repr(self.scale),
             "model": self.model,
@@ -144,19 +144,17 @@ class Steer:
         Raises:
             InvalidRequestError: the file does not exist, or does not contain a steering vector.
         """
-        source = Path(path).expanduser()
+        source = path_of(path)
         try:
             # The weights of a model are in the same format, and are too large to read. Metadata has up to 1 MB.
             if (size := source.stat().st_size) > 4 * VECTOR_LIMIT + 2**20:
                 raise ValueError(f"it has {size} bytes")
             arrays, metadata = decode_tensors(source.read_bytes())
-            if metadata.get("format") != FORMAT:
+            if metadata.get("format") != f"{FORMAT} {VERSION}":
                 name, _, version = metadata.get("format", "").rpartition(" ")
-                raise ValueError(
-                    f"a newer version of LMX Lab wrote it, in version {version:.20} of the format; update lmx-lab"
-                    if name == FORMAT.rpartition(" ")[0]
-                    else "it was not written by Steer.save"
-                )
+                if name != FORMAT:
+                    raise ValueError("it was not written by Steer.save")
+                raise InvalidRequestError(f"{source} {newer_version(version, VERSION)}", param="path")
             return cls(
                 int(metadata["layer"]),
                 arrays["vector"],

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, newer_version
 
 
 def open_database(
@@ -104,10 +104,7 @@ def schema_version(connection: sqlite3.Connection, application: int, latest: int
     if found != application or version == 0:
         raise SchemaError("belongs to another program")
     if version > latest:
-        raise SchemaError(
-            f"was written by a newer version of LMX Lab (its schema has version {version}, and this version supports "
-            f"{latest}: update lmx-lab)"
-        )
+        raise SchemaError(newer_version(version, latest))
     return version
 
 

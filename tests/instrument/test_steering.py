@@ -69,6 +69,13 @@ def test_vectors_of_any_type_are_copied_to_float32(values):
             same.vector[0] = 1.0
 
 
+@pytest.mark.parametrize("path", [None, 3, b"a.safetensors", "a\0b", "~nobody-of-that-name/a"])
+def test_other_values_than_paths_are_refused(path):
+    for use in (Steer.load, Steer(0, [1.0]).save):
+        with pytest.raises(InvalidRequestError, match="is not a path of a file"):
+            use(path)
+
+
 def test_vectors_are_multiplied_by_numbers():
     made = steer(3.0)
     for product, scale in (

@@ -44,8 +44,7 @@ def test_a_new_file_has_the_tables_and_belongs_to_its_owner(tmp_path):
         ("PRAGMA application_id = 8; PRAGMA user_version = 2;", "belongs to another program"),
         (
             "PRAGMA application_id = 7; PRAGMA user_version = 3;",
-            "was written by a newer version of LMX Lab (its schema has version 3, and this version supports 2: update "
-            "lmx-lab)",
+            "was written by a newer version of LMX Lab (its version is 3, and this version reads 2: update lmx-lab)",
         ),
     ],
 )
