@@ -13,8 +13,8 @@ from itertools import pairwise
 from urllib.request import urlopen
 
 import nbformat
+import papermill
 import pytest
-from nbclient import NotebookClient
 
 from lmx_lab.panels.workbench import WIDGET_VIEW
 from tests.support.docs import DOCS, NOTEBOOK_FOLDER, NOTEBOOKS, ROOT
@@ -23,7 +23,7 @@ from tests.support.kernels import Notebook, without_ports
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
-# Values that replace the defaults in the cells with parameters, as with papermill.
+# Values that replace the defaults in the cells with parameters.
 BENCH = {"prompt_tokens": 48, "output_tokens": 8, "concurrency": [1, 2], "repeats": 1}
 SMALL = {
     "10_bench_decode": {"engine": "mlx", "prompt_tokens": [48, 96], "output_tokens": 8, "requests": 6, "repeats": 1},
@@ -158,10 +158,9 @@ def test_a_notebook_runs_from_top_to_bottom(path, course_home, tmp_path):
 @pytest.mark.parametrize("stem", SMALL)
 def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(stem, tiny_home, tmp_path):
     notebook = nbformat.read(NOTEBOOK_FOLDER / f"{stem}.ipynb", as_version=4)
-    inject_parameters(notebook, {"model": "tiny", **SMALL[stem]})
     # Simulate that the extra is not installed.
     notebook.cells.insert(0, nbformat.v4.new_code_cell("import sys\nsys.modules['xllamacpp'] = None"))
-    shown = outputs_of(notebook, tiny_home, tmp_path)
+    shown = outputs_of(notebook, tiny_home, tmp_path, model="tiny", **SMALL[stem])
     assert any("image/png" in output.get("data", ()) for output in shown)
     last = [output["text"] for output in shown if output["output_type"] == "stream"][-1]
     assert ANSWERS[stem] in last
@@ -172,10 +171,10 @@ def test_a_notebook_that_measures_takes_parameters_and_ends_with_its_answer(stem
 
 def test_both_engines_and_both_other_servers_are_compared_in_one_table(tiny_home, tiny_gguf, tmp_path):
     notebook = nbformat.read(NOTEBOOK_FOLDER / "12_compare_servers.ipynb", as_version=4)
-    inject_parameters(notebook, {"model": "tiny", **SMALL["12_compare_servers"], "gguf": str(tiny_gguf)})
+    values = {"model": "tiny", **SMALL["12_compare_servers"], "gguf": str(tiny_gguf)}
     check = "print(rows.groupby('target')['engine'].first().to_dict(), rows['error'].count())"
     notebook.cells.append(nbformat.v4.new_code_cell(check))
-    shown = outputs_of(notebook, tiny_home, tmp_path)
+    shown = outputs_of(notebook, tiny_home, tmp_path, **values)
     answer, targets = [output["text"] for output in shown if output["output_type"] == "stream"][-2:]
     assert "2 at once: lab on llama.cpp has " in answer
     assert "of llama.cpp's server (" in answer
@@ -207,19 +206,14 @@ def answers(url):
         return False
 
 
-def inject_parameters(notebook, values):
-    """Insert a cell with parameters after the cell that has their defaults, as papermill does."""
-    (at,) = [at for at, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ())]
-    assert set(values) <= {line.partition(" = ")[0] for line in notebook.cells[at].source.splitlines()}
-    source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
-    notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(source))
-
-
-def outputs_of(notebook, home, folder):
-    """Run a notebook as papermill does, in another folder and in a kernel of another name, and return its outputs. It
-    must not fail, write to standard error, or show a table with an empty column.
+def outputs_of(notebook, home, folder, **parameters):
+    """Run a notebook with papermill, in another folder and in a kernel of another name, and return its outputs. It must
+    not fail, write to standard error, or show a table with an empty column.
 
     Only the packages that ``make lab`` installs can be imported, although the tests need others.
+
+    Args:
+        parameters: Replace the values of the cell with the parameters, which has them all.
     """
     blocked = sorted(modules_outside(*OF_MAKE_LAB))
     notebook.cells.insert(0, nbformat.v4.new_code_cell(BLOCK.format(blocked)))
@@ -227,12 +221,23 @@ def outputs_of(notebook, home, folder):
     kernel.parent.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     kernel.write_text(json.dumps({"argv": command, "display_name": "Other", "language": "python"}))
-    resources = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=120, kernel_name="other", config=without_ports(), resources=resources)
+    saved = folder / "saved.ipynb"
     with pytest.MonkeyPatch.context() as environ:
         environ.setenv("JUPYTER_PATH", str(folder))
-        client.execute(env={**os.environ, "LMX_LAB_HOME": str(home)})
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+        environ.setenv("LMX_LAB_HOME", str(home))
+        papermill.execute_notebook(
+            notebook,
+            saved,
+            parameters,
+            kernel_name="other",
+            cwd=folder,
+            progress_bar=False,
+            request_save_on_cell_execute=False,
+            execution_timeout=120,
+            config=without_ports(),
+        )
+    assert set(parameters) <= set(papermill.inspect_notebook(str(saved)))
+    shown = [output for cell in cells(saved) for output in cell.get("outputs", ())]
     assert not [output for output in shown if output["output_type"] == "error" or output.get("name") == "stderr"]
     for output in shown:
         check_tables(output)
