@@ -87,16 +87,17 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
     except (TypeError, ValueError) as exc:
         raise _unusable(function, "its signature cannot be read; wrap it in a function with annotations") from exc
     target = inspect.unwrap(_called(function))
-    *_, owner, name = ("", *getattr(target, "__qualname__", "").split("."))
+    names: list[str] = getattr(target, "__qualname__", "").split(".")
+    owner = names[-2] if len(names) > 1 else ""
     if "self" in list(signature.parameters)[:1] and owner not in ("", "<locals>"):
         raise _unusable(
-            function, f"it is a method without its object; pass that of an object, such as {owner}().{name}"
+            function, f"it is a method without its object; pass that of an object, such as {owner}().{names[-1]}"
         )
     try:
         hints = typing.get_type_hints(target, include_extras=True)
     except (NameError, TypeError, AttributeError) as exc:
-        problem = f"an annotation cannot be evaluated ({_first_line(exc)})"
-        raise _unusable(function, f"{problem}; define its type before the function, at the top level") from exc
+        reason = f"an annotation cannot be evaluated ({_first_line(exc)})"
+        raise _unusable(function, f"{reason}; define its type before the function, at the top level") from exc
     named: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
         if (problem := _UNSUPPORTED_KINDS.get(parameter.kind)) is not None:
@@ -129,7 +130,8 @@ def name_of(function: Callable[..., Any]) -> str:
     that can be called that of its class.
     """
     function = getattr(function, "func", function)
-    return getattr(function, "__name__", type(function).__name__)
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return name
 
 
 def _called(function: Callable[..., Any]) -> Any:

@@ -187,7 +187,10 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_a_remedy(tools):
     def unknown(a: Nowhere) -> None: ...  # noqa: F821
     def callback(a: Callable[[int], int]) -> None: ...
     def undecorated(function):
-        return lambda *args, **kwargs: (function, args, kwargs)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return wrapper
 
     def ahead(a: Annotated[str, Field(pattern="(?=a)")]) -> None: ...
     def undecided(a: Annotated[Point | Box, Field(discriminator="kind")]) -> None: ...
