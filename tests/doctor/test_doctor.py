@@ -21,8 +21,8 @@ from lmx_lab.doctor.jupyter import check_kernel, check_proxy
 from lmx_lab.doctor.machine import check_disk, check_python
 from lmx_lab.doctor.models import check_hub, check_models, find_connection_problem
 from lmx_lab.doctor.ports import check_labs, check_port
-from lmx_lab.http.uvicorn_server import bind
 from lmx_lab.notebook import Lab
+from lmx_lab.running import running_labs
 from lmx_lab.settings import Settings
 from tests.support.commands import WAIT_S, run_command, serving
 from tests.support.daemons import serving as daemon_serving
@@ -30,7 +30,7 @@ from tests.support.gguf import with_values
 from tests.support.jupyter import jupyter_server
 from tests.support.labs import serving as lab_serving
 from tests.support.sockets import answering, free_port, whole
-from tests.support.waiting import until_listening
+from tests.support.waiting import until, until_listening
 
 EXPLAINED_NOTE = ("note", True, True)
 EXPLAINED_FAULT = ("bad", True, True)
@@ -215,19 +215,16 @@ def test_the_program_that_took_the_port_is_named():
 
 def test_two_labs_of_this_home_are_listed_with_addresses_and_processes(tiny_home):
     with lab_serving(tiny_home, None) as one:
-        near = bind("127.0.0.1", one.server.port + 1, explicit=False)
-        port = near.getsockname()[1]
-        near.close()
-        only = finding_about("labs", check_labs(Settings(port=one.server.port)))
+        only = finding_about("labs", check_labs(Settings(home=tiny_home)))
         assert f"{one.url} (process {os.getpid()}" in only.found
         assert finding_about("port", check_port(Settings(port=one.server.port))).verdict == "fine"
-        with Lab(Settings(home=tiny_home, port=port), loop="thread") as other:
+        with Lab(Settings(home=tiny_home, port=0), loop="thread") as other:
             other.start()
-            finding = finding_about("labs", check_labs(Settings(port=one.server.port)))
+            finding = finding_about("labs", check_labs(Settings(home=tiny_home)))
             for lab in (one, other):
                 assert f"{lab.url} (process {os.getpid()}: " in finding.found
             assert "kill" not in finding.remedy
-            elsewhere = finding_about("labs", check_labs(Settings(port=one.server.port, home=tiny_home / "other")))
+            elsewhere = finding_about("labs", check_labs(Settings(home=tiny_home / "other")))
             assert elsewhere.found == "no lab of this home is running"
     assert summary(finding) == EXPLAINED_NOTE
 
@@ -252,7 +249,9 @@ def test_a_lab_is_counted_however_its_home_is_spelled(spelling, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     home = f"LMX_LAB_HOME={spelling.format(home=tmp_path)}"
     with serving(tmp_path, "--port", "0", before=("env", home)) as server:
-        (finding,) = check_labs(Settings(home=tmp_path, port=server.port))
+        # The port listens before the lab is recorded.
+        until(lambda: running_labs(tmp_path))
+        (finding,) = check_labs(Settings(home=tmp_path))
         assert finding.found.startswith(f"one lab is running, http://127.0.0.1:{server.port} ")
 
 
