@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\ud800-\udfff\U000e0001\U000e0020-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\ufffe\uffff\ud800-\udfff\U000e0001"
+    "\U000e0020-\U000e007f]"
 )
 """Characters that a terminal or a page interprets, or with which a text could be displayed as a different one: control
-characters except line ends and tabs, line separators, overrides of the direction of text, lone surrogates, and
-invisible copies of ASCII. Joiners, direction marks and soft hyphens are not among them, because words of several
-languages are spelled with them."""
+characters except line ends and tabs, line separators, overrides of the direction of text, lone surrogates, others that
+XML does not have, and invisible copies of ASCII. Joiners, direction marks and soft hyphens are not among them, because
+words of several languages are spelled with them."""
 
 
 def escape_text(text: str) -> str:

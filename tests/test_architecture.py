@@ -43,7 +43,7 @@ TABLE = {
     "extras": Row("errors"),
     # numpy: statistics. psutil: cores and memory of a machine. pandas: the type of a table with a provenance.
     # matplotlib: figures.
-    "results": Row("errors extras", "numpy pandas psutil matplotlib"),
+    "results": Row("errors extras sanitize", "numpy pandas psutil matplotlib"),
     "progress": Row("", "rich IPython"),
     # Sandboxes load this file without the package.
     "heap": Row(),

@@ -64,7 +64,7 @@ class Displayed:
         return write_file(path, formats[suffix]())
 
     def _formats(self) -> Formats:
-        return {".html": lambda: self._page().encode()}
+        return {".html": lambda: self._page().encode(errors="replace")}
 
     def _page(self) -> str:
         return page(type(self).__name__, html_of(self))

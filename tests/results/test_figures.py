@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.results.figures import LineChart, Series, downsample, format_number, segments, time_ticks, value_ticks
+from lmx_lab.results.figures import (
+    HeatMap,
+    LineChart,
+    Series,
+    downsample,
+    format_number,
+    segments,
+    time_ticks,
+    value_ticks,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -77,6 +86,19 @@ def test_the_time_axis_has_few_round_times(first, span):
     ticks = time_ticks(first, first + span)
     assert 1 <= len(ticks) <= 8
     assert all(first <= at <= first + span for at, _ in ticks)
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"), [("\x1b", r"\x1b"), ("\x7f", r"\x7f"), ("\ufffe", r"\ufffe"), ("\ud800", r"\ud800")]
+)
+def test_labels_with_characters_that_xml_does_not_have_can_be_saved(tmp_path, label, shown):
+    drawn = HeatMap(title=label, values=[[1.0]], rows=[label], columns=[f"a{label}"], row_axis="row")
+    root = ElementTree.parse(drawn.save(tmp_path / "map.svg")).getroot()
+    assert {shown, f"a{shown}"} <= {element.text for element in root.iter()}
+    for name in ("map.png", "map.html"):
+        assert drawn.save(tmp_path / name).stat().st_size > 500
+    chart = LineChart(key="k", title=label, unit="", at=[0.0], series=[Series(name=label, values=[1.0])])
+    ElementTree.fromstring(chart.svg())
 
 
 def test_a_column_of_points_keeps_its_lowest_and_highest():
