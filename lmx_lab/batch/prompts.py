@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from string import Formatter
 from typing import Any
 
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.results.frames import has_text
 
 Row = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -28,6 +30,10 @@ class RowPrompts:
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
+        if inspect.iscoroutinefunction(source):
+            raise InvalidRequestError(
+                f"the prompt is {source!r:.80}, which is async; pass a plain function of a row", param="prompt"
+            )
         if isinstance(source, str):
             self.names = _names(source)
         elif callable(source):
@@ -50,9 +56,11 @@ class RowPrompts:
         known = list(columns)
         for name in self.names:
             if name not in known:
+                odd = next((each for each in known if not {":", "!", "{", "}"}.isdisjoint(each)), None)
+                hint = "" if odd is None else f"; a function reads the column {odd!r:.80}: lambda row: row[{odd!r:.80}]"
                 raise InvalidRequestError(
                     f"the prompt contains {{{name[:80]}}}, but the columns are {', '.join(known) or 'none'}; use one "
-                    "of them, and write literal braces as {{ and }}",
+                    f"of them, and write literal braces as {{{{ and }}}}{hint}",
                     param="prompt",
                 )
 
@@ -104,6 +112,8 @@ class RowPrompts:
                 )
             if isinstance(value, bytes):
                 raise InvalidRequestError(f"the column {name} is {value!r:.80}; decode it to a text")
+            if not has_text(value):
+                raise InvalidRequestError(f"the column {name} is {value!r:.80}, which has no text; convert it to one")
             try:
                 filled += format(value, spec)
             except Exception as exc:  # Of any type, in the ``__format__`` of the value.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -149,6 +150,8 @@ async def search(
         MissingPackageError: pandas is not installed.
     """
     top_n = whole_number(top_n, "top_n", low=1)
+    if not isinstance(query, str):
+        raise InvalidRequestError(f"query is {query!r:.80}; it must be one text", param="query")
     table = to_table(frame)
     source = read_source(table)
     if source.library is None and source.columns is not None:
@@ -407,7 +410,8 @@ class EmbeddingRun(ServerRun[list[str]]):
                     self._fail(exc, concerns_row=True)
                     return
                 refused = missing[int(at or 0)]
-                self._failures[refused] = exc.message
+                # The number is that of the text in the request.
+                self._failures[refused] = re.sub(r"^input(\.\d+)?(?= )", "the text", exc.message)
                 self.done += 1
                 if others := [text for text in missing if text is not refused]:
                     self._ready.appendleft(others)

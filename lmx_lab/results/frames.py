@@ -11,6 +11,7 @@ import json
 import numbers
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from datetime import UTC, date, datetime
 from types import NoneType, UnionType
@@ -151,7 +152,9 @@ def _level_fields(level: Any) -> dict[str, Any]:
     if kind.startswith("interval"):
         sides = {name: _level_fields(getattr(level, name)) for name in ("left", "right")}
         return {"dtype": "interval", "closed": level.closed, **sides}
-    return {"dtype": "date" if level.inferred_type == "date" else kind, "values": list(level)}
+    values = list(level)
+    are_dates = kind == "object" and {type(value) for value in values if value is not None} == {date}
+    return {"dtype": "date" if are_dates else kind, "values": values}
 
 
 def make_index(levels: Sequence[Mapping[str, Any]]) -> pd.Index:
@@ -166,9 +169,9 @@ def make_index(levels: Sequence[Mapping[str, Any]]) -> pd.Index:
             return pandas.Categorical.from_codes(given["codes"], categories=categories, ordered=given["ordered"])
         if given["dtype"] == "interval":
             return pandas.IntervalIndex.from_arrays(level(given["left"]), level(given["right"]), closed=given["closed"])
-        if given["dtype"] == "date":
+        if given["dtype"].startswith("date") and not given["dtype"].startswith("datetime"):
             days = [None if day is None else date.fromisoformat(day) for day in given["values"]]
-            return pandas.Index(days, dtype="object")
+            return pandas.Index(days, dtype="object" if given["dtype"] == "date" else given["dtype"])
         values = [tuple(value) if isinstance(value, list) else value for value in given["values"]]
         return pandas.Index(values, dtype=given["dtype"], tupleize_cols=False)
 
@@ -306,26 +309,38 @@ def read_source(data: Any) -> RowSource:
         batches = data.to_batches(max_chunksize=1000)
         values = (row.values() for batch in batches for row in batch.to_pylist())
     else:
-        if isinstance(data, str):
-            data = [data]
-        if isinstance(data, bytes | Mapping | np.ndarray) or not isinstance(data, Iterable) or hasattr(data, "columns"):
-            raise InvalidRequestError(
-                f"the rows are a {type(data).__name__}; pass a data frame of pandas or polars, one of its columns, a "
-                "pyarrow table, an array, a list of texts or dictionaries, or an iterable of them",
-                param="frame",
-            )
-        found = ((at, _listed_row(at, value)) for at, value in enumerate(data))
-        if not isinstance(data, Sequence):
-            return RowSource(rows=found, columns=None)
-        listed = [row for _, row in found]
-        columns = list(dict.fromkeys(name for row in listed for name in row)) or [TEXT]
-        index = import_optional("pandas", "map").RangeIndex(len(listed))
-        return RowSource(rows=iter(enumerate(listed)), columns=columns, index=index)
+        return _listed_source(data)
     if len(set(columns)) < len(columns):
         raise InvalidRequestError(f"two columns have the same name: {', '.join(columns)}; rename one", param="frame")
     narrow = list(map(narrow_types, dtypes))
     rows = ((label, TableRow.of(columns, row, narrow)) for label, row in zip(index, values, strict=True))
     return RowSource(rows=rows, columns=columns, index=index, library=library)
+
+
+def _listed_source(data: Any) -> RowSource:
+    """Return the rows of a text, a sequence or an iterable."""
+    if isinstance(data, str):
+        data = [data]
+    values = None
+    if not isinstance(data, bytes | Mapping | np.ndarray) and not hasattr(data, "columns"):
+        # Some objects only look like iterables, such as the texts of a series, ``series.str``.
+        with suppress(TypeError):
+            values = iter(data)
+    if values is None:
+        hint = "; one row is a list with one dictionary, and columns are pandas.DataFrame(columns)"
+        raise InvalidRequestError(
+            f"the rows have the type {type(data).__name__}; pass a data frame of pandas or polars, one of its columns, "
+            "a pyarrow table, an array, a list of texts or dictionaries, or an iterable of them"
+            f"{hint if isinstance(data, Mapping) else ''}",
+            param="frame",
+        )
+    rows = ((at, _listed_row(at, value)) for at, value in enumerate(values))
+    if not isinstance(data, Sequence):
+        return RowSource(rows=rows, columns=None)
+    listed = [row for _, row in rows]
+    columns = list(dict.fromkeys(name for row in listed for name in row)) or [TEXT]
+    index = import_optional("pandas", "map").RangeIndex(len(listed))
+    return RowSource(rows=iter(enumerate(listed)), columns=columns, index=index)
 
 
 def _listed_row(at: int, value: Any) -> TableRow:
@@ -339,9 +354,7 @@ def _listed_row(at: int, value: Any) -> TableRow:
     is_single = isinstance(value, str | np.generic) or not (
         is_dataclass(value) or isinstance(value, Iterable) or hasattr(value, "__getitem__")
     )
-    # The default text of an object is its address.
-    has_text = any(getattr(type(value), name) is not getattr(object, name) for name in ("__str__", "__repr__"))
-    if not is_single or not has_text:
+    if not is_single or not has_text(value):
         raise InvalidRequestError(
             f"row {at} has the type {type(value).__name__}, and its values have no names of columns; pass the data "
             "frame, the table or the array itself, or convert each row to a dictionary",
@@ -350,17 +363,25 @@ def _listed_row(at: int, value: Any) -> TableRow:
     return TableRow.of([TEXT], [value], [None])
 
 
+def has_text(value: object) -> bool:
+    """Return whether the text of a value describes it. The default text of an object is only its address."""
+    return any(
+        getattr(type(value), name) is not getattr(object, name) for name in ("__str__", "__repr__", "__format__")
+    )
+
+
 def to_table(data: Any) -> Any:
-    """Convert a column or an array to a table of its library, and a record batch of pyarrow to a table.
+    """Convert a column or an array to a table of its library, and record batches of pyarrow to a table. A lazy frame of
+    polars is collected.
 
     An array of one dimension is a column. Other data is returned unchanged.
     """
     pandas = sys.modules.get("pandas")
     polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
-    if polars is not None and isinstance(data, polars.Series):
-        return data.to_frame(data.name or TEXT)
-    if pyarrow is not None and isinstance(data, pyarrow.RecordBatch):
-        return pyarrow.Table.from_batches([data])
+    if polars is not None and isinstance(data, polars.Series | polars.LazyFrame):
+        return data.to_frame(data.name or TEXT) if isinstance(data, polars.Series) else data.collect()
+    if pyarrow is not None and isinstance(data, pyarrow.RecordBatch | pyarrow.RecordBatchReader):
+        return data.read_all() if hasattr(data, "read_all") else pyarrow.Table.from_batches([data])
     if pyarrow is not None and isinstance(data, pyarrow.Array | pyarrow.ChunkedArray):
         return pyarrow.table({TEXT: data})
     is_array = isinstance(data, np.ndarray) and data.ndim in (1, 2)
@@ -400,7 +421,11 @@ def select_rows(data: Any, source: RowSource, order: Sequence[int], added: Mappi
         data: The table from which ``source`` was read: a polars or pyarrow table, or a pandas data frame.
     """
     if source.library is None:
-        return data.iloc[list(order)].assign(**added)
+        found = data.iloc[list(order)].copy()
+        for name, each in added.items():
+            # In a table whose columns have several levels, the other ones are empty.
+            found[(name, *[""] * (found.columns.nlevels - 1)) if found.columns.nlevels > 1 else name] = each
+        return found
     if source.library == "polars":
         polars: Any = sys.modules["polars"]
         found = data.select(polars.all().gather(polars.Series(order, dtype=polars.UInt32)))

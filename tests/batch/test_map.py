@@ -175,6 +175,7 @@ def test_typed_columns_of_a_dictionary_a_model_and_a_json_schema(lab):
         ({"prompt": "{text"}, "malformed"),
         ({"prompt": "{text!r}"}, "conversions"),
         ({"prompt": 3}, "template"),
+        ({"prompt": asyncio.sleep}, "is async; pass a plain function"),
         ({"schema": {"error": str}}, "rename"),
         ({"schema": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}}, "."),
         ({"schema": 3}, "JSON schema"),

@@ -49,7 +49,7 @@ WITHOUT_COLUMNS = {
     "dataclasses": lambda: iter([Word("a")]),
     "series": lambda: iter([FRAME.iloc[0]]),
     "named tuples": lambda: iter([Pair("a", 1)]),
-    "record batches": lambda: pyarrow.table(FRAME).to_reader(),
+    "record batches": lambda: iter(pyarrow.table(FRAME).to_batches()),
     "chunks of a file": lambda: pd.read_csv(io.StringIO("text\nsea"), chunksize=1),
     "objects": lambda: iter([object()]),
     "a list of tuples": lambda: [("a", "b")],
@@ -74,8 +74,37 @@ def test_the_name_of_an_index_and_the_positions_of_an_array_are_columns(lab):
     days = pd.date_range("2026-01-02", periods=1)
     assert lab.map(days, "{text:%d.%m.%Y}")["answer"].tolist() == ["02.01.2026"]
     for array in (np.array("a"), np.zeros((1, 1, 1))):
-        with pytest.raises(InvalidRequestError, match="the rows are a ndarray"):
+        with pytest.raises(InvalidRequestError, match="the rows have the type ndarray"):
             lab.map(array, "{text}")
+
+
+def test_columns_with_levels_are_searched(lab):
+    frame = pd.DataFrame([["sea", 1], ["hill", 2]], columns=pd.MultiIndex.from_tuples([("text", "x"), ("n", "y")]))
+    found = lab.search(frame, "hill", ("text", "x"), top_n=1)
+    assert found.columns.tolist() == [*frame.columns, ("similarity", ""), ("score", "")]
+    assert found[("n", "y")].tolist() == [2]
+
+
+def test_lazy_frames_and_readers_are_tables_of_their_library(lab):
+    lazy = polars.LazyFrame({"text": WORDS})
+    assert lab.map(lazy, "{text}")["answer"].to_list() == WORDS
+    assert lab.search(lazy, "hill", top_n=1)["text"].to_list() == ["hill"]
+    batches = pyarrow.table({"text": WORDS}).to_reader(1)
+    assert lab.map(batches, "{text}")["answer"].to_pylist() == WORDS
+
+
+def test_objects_that_are_not_tables_are_refused_with_the_remedy(lab):
+    with pytest.raises(InvalidRequestError, match="StringMethods; pass a data frame"):
+        lab.map(pd.Series(WORDS).str, "{text}")
+    with pytest.raises(InvalidRequestError, match=r"columns are pandas\.DataFrame\(columns\)"):
+        lab.map({"text": WORDS}, "{text}")
+    with pytest.raises(InvalidRequestError, match=r"a function reads the column 'a:b': lambda row: row\['a:b'\]"):
+        lab.map(pd.DataFrame({"a:b": WORDS}), "{a:b}")
+    # The text of an object without one would be its address.
+    rows = pd.DataFrame({"text": pd.Series([object(), "a"], dtype="object")})
+    answers = lab.map(rows, "{text}")
+    assert "has no text" in answers["error"][0]
+    assert answers["answer"][1] == "a"
 
 
 @pytest.mark.parametrize("kind", WITHOUT_COLUMNS)

@@ -141,6 +141,8 @@ def test_bad_arguments_are_refused_before_the_first_text(lab, sent):
         lab.embed_frame(frame, "a", model="other")
     with pytest.raises(InvalidRequestError, match="top_n"):
         lab.search(frame, "x", "a", top_n=0)
+    with pytest.raises(InvalidRequestError, match="query is None; it must be one text"):
+        lab.search(frame, None, "a")
     with pytest.raises(InvalidRequestError, match="score"):
         lab.search(frame.assign(score=1), "x", "a")
     with pytest.raises(NotLoadedError, match="reranker"):
