@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
@@ -135,14 +136,19 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
             "await asyncio.gather(*[lab.achat(text) for text in texts])",
             param="messages",
         )
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+        is_short = prompt is None or isinstance(prompt, int | float | bytes | bytearray)
+        found = f"is {prompt!r:.80}" if is_short else f"has the type {type(prompt).__name__}"
+        raise InvalidRequestError(f"the prompt {found}; pass a text, or a list of messages", param="messages")
     if "stream" in fields:
         raise InvalidRequestError(
             "stream is a parameter of chat() only; to await a stream, call astream(...)", param="stream"
         )
     system = fields.pop("system", None)
+    if system is not None and not isinstance(system, str | list):
+        raise InvalidRequestError(f"system is {system!r:.80}; it must be a text", param="system")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if isinstance(messages, Sequence):
-        messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
+    messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
     request = validated(ChatRequest, {"model": ANY_MODEL, "messages": messages, **fields})
     if (request.n or 1) > 1:
         raise InvalidRequestError(
@@ -177,7 +183,7 @@ def embeddings_body(texts: Texts, *, model: str | os.PathLike[str] | None, **fie
     Raises:
         InvalidRequestError: an argument is invalid; ``param`` is the first invalid one.
     """
-    values = texts if isinstance(texts, str) else [_to_python(item) for item in _as_list(texts, "texts")]
+    values = texts if isinstance(texts, str) else [_to_python(item) for item in _complete(list_of(texts, "texts"))]
     return validated(EmbeddingsBody, {"model": _model_field(model), "input": values, **fields})
 
 
@@ -192,21 +198,41 @@ def rerank_body(query: str, documents: Documents, *, model: str | os.PathLike[st
     """
     if isinstance(documents, str | Mapping):
         raise InvalidRequestError("documents is a single document; pass a list of documents", param="documents")
-    values = [dict(item) if isinstance(item, Mapping) else item for item in _as_list(documents, "documents")]
+    listed = _complete(list_of(documents, "documents"), "documents")
+    values = [dict(item) if isinstance(item, Mapping) else item for item in listed]
     return validated(RerankBody, {"model": _model_field(model), "query": query, "documents": values, **fields})
 
 
-def _as_list(items: object, name: str) -> list[Any]:
-    """Return the items of any iterable, except of types that are iterable but are not lists of texts."""
+def list_of(items: object, name: str, *, of: str = "texts") -> list[Any]:
+    """Return the items of any iterable, such as a list, an array or a column of a table, except of types that are
+    iterable but are not lists.
+
+    Args:
+        name: The argument, for messages.
+        of: What the items are, for messages.
+
+    Raises:
+        InvalidRequestError: the value is not a list of several items.
+    """
     if hasattr(items, "columns"):
         raise InvalidRequestError(f"{name} is a data frame; pass one of its columns", param=name)
-    single = isinstance(items, bytes | bytearray | memoryview | Mapping) or getattr(items, "shape", None) == ()
-    if single or not isinstance(items, Iterable):
-        raise InvalidRequestError(f"{name} is {items!r:.80}; pass a list of texts", param=name)
-    result = list(items)
+    convert = next(filter(None, (getattr(items, method, None) for method in ("to_pylist", "tolist", "to_list"))), None)
+    found = convert() if convert is not None and not isinstance(items, memoryview) else items
+    if isinstance(found, str | bytes | bytearray | memoryview | Mapping) or not isinstance(found, Iterable):
+        raise InvalidRequestError(f"{name} is {items!r:.80}; pass a list of {of}", param=name)
+    result = list(found)
     if result and isinstance(result[0], bytes | bytearray):
         raise InvalidRequestError(f"{name} contains the bytes {result[0]!r:.80}; decode them to text", param=name)
     return result
+
+
+def _complete(items: list[Any], name: str = "texts") -> list[Any]:
+    """Check that none of the items is a missing value, as in a column of a table."""
+    for at, item in enumerate(items):
+        is_nan = isinstance(item, float) and math.isnan(item)
+        if item is None or is_nan or type(item).__name__ in ("NAType", "NaTType"):
+            raise InvalidRequestError(f"{name}[{at}] is {item!r:.40}; pass texts only", param=f"{name}[{at}]")
+    return items
 
 
 def _model_field(model: str | os.PathLike[str] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -57,7 +58,9 @@ def test_texts_can_be_in_any_container(value):
         *((value, "pass a list") for value in (b"ab", bytearray(b"ab"), memoryview(b"ab"), np.array("ab"), None, 5)),
         ([b"ab"], "decode them to text"),
         ([], "has 0 items; send at least 1"),
-        ([None], r"\.0: "),
+        ([None], r"\[0\] is None; pass texts only"),
+        (pd.Series(["a", None]), r"\[1\] is (None|nan); pass texts only"),
+        (["a", pd.NA], r"\[1\] is <NA>; pass texts only"),
         (["a", 1], r"\.1: "),
     ],
 )
@@ -110,6 +113,16 @@ def test_the_error_names_the_invalid_parameter(prompt, parameters, param):
 def test_several_texts_are_refused_with_the_loop_that_asks_about_each(texts):
     with pytest.raises(InvalidRequestError, match=r"one conversation.*\[lab\.chat\(text\) for text in texts\]"):
         chat_request(texts, {})
+
+
+@pytest.mark.parametrize("prompt", [None, 3, float("nan"), b"hello", pathlib.Path("a")])
+def test_what_is_neither_a_text_nor_messages_is_refused(prompt):
+    with pytest.raises(
+        InvalidRequestError, match=r"the prompt (is|has the type) .*; pass a text, or a list of messages"
+    ):
+        chat_request(prompt, {})
+    with pytest.raises(InvalidRequestError, match="system is 3; it must be a text"):
+        chat_request("hello", {"system": 3})
 
 
 def test_a_misspelled_parameter_names_the_right_one():

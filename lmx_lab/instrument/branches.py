@@ -178,7 +178,9 @@ class CanBranch(ABC):
         answer = await on_loop(
             backend.portal, continue_answer(backend, start.answer, at, token, seed=seed, max_tokens=max_tokens)
         )
-        return start._tree.add(start, at, token, answer=answer, name=name)
+        # Integers of NumPy have no JSON form.
+        named = token if isinstance(token, str) else int(token)
+        return start._tree.add(start, int(at), named, answer=answer, name=name)
 
     branch, abranch = both(_branch)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import operator
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from lmx_lab.arguments import Prompt, chat_request, model_name
+from lmx_lab.arguments import Prompt, chat_request, list_of, model_name
 from lmx_lab.backend import Backend, load_or_cancel
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, NotLoadedError
@@ -31,6 +32,7 @@ from lmx_lab.results.database import digest
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, page
 from lmx_lab.results.tables import Html, html_table
+from lmx_lab.values.integers import integer
 from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.outputs import TokenLogprob
 from lmx_lab.values.recording import Record
@@ -105,27 +107,27 @@ class ComparisonRun:
         all_scores: bool,
         loaded: str | None,
     ) -> None:
-        if isinstance(prompts, str) or not prompts:
-            raise InvalidRequestError(
-                f"prompts is {prompts!r:.40}; pass a list of texts or conversations", param="prompts"
-            )
-        self.prompts = list(prompts)
+        self.prompts = list_of(prompts, "prompts", of="texts or conversations")
+        if not self.prompts:
+            raise InvalidRequestError("prompts is empty; pass a list of texts or conversations", param="prompts")
         self.settings = _read_settings(settings, loaded or "")
         if (count := len(self.prompts) * len(self.settings)) > MAX_ANSWERS:
             raise InvalidRequestError(
                 f"the comparison has {count} answers; the limit is {MAX_ANSWERS}; compare fewer prompts"
             )
         self._all_scores = all_scores
-        self.cells = [
-            Cell(
-                prompt=number,
-                setting=setting,
-                key=digest(prompt, setting.load_key, setting.parameters),
-                request=chat_request(prompt, setting.parameters),
-            )
-            for number, prompt in enumerate(self.prompts)
-            for setting in self.settings
-        ]
+        for setting in self.settings:
+            # Its errors do not depend on the prompt.
+            chat_request("x", setting.parameters)
+        self.cells = []
+        for number, prompt in enumerate(self.prompts):
+            for setting in self.settings:
+                try:
+                    request = chat_request(prompt, setting.parameters)
+                except InvalidRequestError as exc:
+                    raise InvalidRequestError(f"prompts[{number}]: {exc.message}", param="prompts") from None
+                key = digest(prompt, setting.load_key, setting.parameters)
+                self.cells.append(Cell(prompt=number, setting=setting, key=key, request=request))
         for cell in self.cells:
             backend.check_request(cell.request)
         if loaded is None and any(setting.spec is None for setting in self.settings):
@@ -278,7 +280,12 @@ def _read_settings(settings: Settings, loaded: str) -> list[Setting]:
         InvalidRequestError: there is none, one is not a dictionary, two have the same name, or only some of them name
             a model.
     """
-    for each in settings.values() if isinstance(settings, Mapping) else settings:
+    if hasattr(settings, "columns"):
+        raise InvalidRequestError(
+            "settings is a data frame; pass its rows as dictionaries: settings.to_dict('records')", param="settings"
+        )
+    listed = list(settings.values()) if isinstance(settings, Mapping) else list_of(settings, "settings", of="settings")
+    for each in listed:
         if not isinstance(each, Mapping):
             raise InvalidRequestError(
                 f"a setting is {each!r:.80}; pass a dictionary of parameters, such as {{'temperature': 0}}",
@@ -287,10 +294,8 @@ def _read_settings(settings: Settings, loaded: str) -> list[Setting]:
     if isinstance(settings, Mapping):
         pairs = list(settings.items())
     else:
-        parts = [
-            [str(value) if key == "model" else f"{key}={value}" for key, value in each.items()] for each in settings
-        ]
-        pairs = [(", ".join(part) or "default", each) for part, each in zip(parts, settings, strict=True)]
+        parts = [[str(value) if key == "model" else f"{key}={value}" for key, value in each.items()] for each in listed]
+        pairs = [(", ".join(part) or "default", each) for part, each in zip(parts, listed, strict=True)]
     if not pairs:
         raise InvalidRequestError("there are no settings; pass at least one, such as {}", param="settings")
     with_model = ["model" in each for _, each in pairs]
@@ -415,18 +420,20 @@ class Comparison(Displayed):
 
     def _setting(self, setting: str | int) -> Setting:
         try:
-            return self._run.settings[self.settings.index(setting) if isinstance(setting, str) else setting]
+            at = self.settings.index(setting) if isinstance(setting, str) else operator.index(setting)
+            return self._run.settings[at]
         except (ValueError, IndexError, TypeError):
             raise InvalidRequestError(
                 f"there is no setting {setting!r:.80}; the settings are {', '.join(self.settings)}", param="setting"
             ) from None
 
     def _cell(self, prompt: int, setting: str | int) -> Cell:
-        if not isinstance(prompt, int) or not 0 <= prompt < len(self.prompts):
+        number = integer(prompt)
+        if number is None or not 0 <= number < len(self.prompts):
             raise InvalidRequestError(
                 f"there is no prompt {prompt!r:.40}; the prompts are 0 to {len(self.prompts) - 1}", param="prompt"
             )
-        return self._run.cells_of(prompt)[self._run.settings.index(self._setting(setting))]
+        return self._run.cells_of(number)[self._run.settings.index(self._setting(setting))]
 
     def _record(self, cell: Cell) -> Record:
         record = self._run.records.get(cell.key)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import copy
-import html
 import json
 import math
 import operator
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 import numpy as np
 
+from lmx_lab.arguments import list_of
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
 from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError, StorageFullError
@@ -32,7 +32,7 @@ from lmx_lab.extras import import_optional
 from lmx_lab.instrument.steering import Steer, mean_difference
 from lmx_lab.instrument.traces import HOOKS, HookTable, Traced, What, activation_fields, traced
 from lmx_lab.progress import counter
-from lmx_lab.results.figures import Picture
+from lmx_lab.results.figures import Picture, svg_text
 from lmx_lab.results.frames import make_table
 from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.outputs import Vectors
@@ -287,7 +287,7 @@ class Probe(Picture):
 
     def svg(self) -> str:
         """Return the chart: the mean accuracy over the layers, its standard deviation, and the baseline."""
-        base, title = _y(self.baseline), html.escape(repr(self), quote=True)
+        base, title = _y(self.baseline), svg_text(repr(self))
         grid = [
             f'<path d="M{LEFT} {y:.1f}L{WIDTH - RIGHT} {y:.1f}" stroke="#8884"/>'
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">{tick:g}</text>'
@@ -516,20 +516,14 @@ class Residuals:
 
 
 def _items(given: object, name: str) -> list[Any]:
-    """Return the items of a list, an array, or a column of a table.
+    """Return the items of a list, an array, or a column of a table, in their order.
 
     Raises:
         InvalidRequestError: the argument is none of these.
     """
-    for method in ("to_pylist", "tolist", "to_list"):
-        if callable(convert := getattr(given, method, None)):
-            given = convert()
-            break
-    if isinstance(given, str | bytes | Mapping | Set) or hasattr(given, "columns") or not isinstance(given, Iterable):
-        raise InvalidRequestError(
-            f"{name} is a {type(given).__name__}; pass a list, or a column of a data frame", param=name
-        )
-    return list(given)
+    if isinstance(given, Set):
+        raise InvalidRequestError(f"{name} is a {type(given).__name__}, which has no order; pass a list", param=name)
+    return list_of(given, name, of="labels" if name == "labels" else "texts")
 
 
 def _texts(given: object, name: str) -> list[Traced]:

@@ -164,7 +164,7 @@ def hook_list(hooks: str | Sequence[str]) -> list[str]:
     Raises:
         InvalidRequestError: they are neither a name nor a list of names.
     """
-    names = [hooks] if isinstance(hooks, str) else list(hooks) if isinstance(hooks, Sequence) else []
+    names = [hooks] if isinstance(hooks, str) else _items(hooks) or []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise InvalidRequestError(f"hooks is {hooks!r:.40}; it must be a name or a list of names", param="hooks")
     return names
@@ -597,7 +597,7 @@ async def logit_lens(
     Raises:
         LabError: see ``trace``.
     """
-    fields = {"kind": "logit_lens", "top": top, "positions": position_list(positions)}
+    fields = {"kind": "logit_lens", "top": whole_number(top, "top", low=1), "positions": position_list(positions)}
     return LogitLensTable(await compute_trace(backend, what, fields))
 
 

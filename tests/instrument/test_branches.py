@@ -5,6 +5,7 @@ import json
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -48,6 +49,9 @@ def test_another_token_changes_the_answer_from_its_position_on(lab):
     assert branch.lens().source == "scoring"
     nested = branch.branch(0, "Z")
     assert (nested.text, nested.tree()) == ("Z", reply.tree())
+    same = reply.branch(np.int64(1), np.int64(reply.ids[1]))
+    assert (type(same.at), type(same.token)) == (int, int)
+    assert '"branch' in reply.tree().to_json()
     longer = lab.chat("hello sea", temperature=0, ignore_eos=True, max_tokens=9)
     assert len(longer.branch(1, "x").ids) == 9
     assert len(longer.branch(1, "x", max_tokens=4).ids) == 4

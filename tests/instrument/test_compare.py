@@ -3,6 +3,9 @@
 import asyncio
 import math
 
+import numpy as np
+import pandas as pd
+import polars as pl
 import pytest
 
 import lmx_lab
@@ -117,6 +120,15 @@ def test_a_comparison_can_be_awaited_without_waits_for_the_disk_on_the_callers_l
     assert "user: hello" in comparison._repr_html_()
 
 
+@pytest.mark.parametrize("make", [pd.Series, np.array, pl.Series, iter])
+def test_columns_arrays_and_iterators_are_prompts(lab, make):
+    comparison = lab.compare(make(["one", "two"]), iter([{}, {"max_tokens": 9}]))
+    assert comparison.prompts == ["one", "two"]
+    # The numbers of ``comparison.df`` are those of NumPy.
+    assert comparison.answer(np.int64(1), np.int64(0)).text == "two"
+    assert comparison.df["text"].tolist() == ["one", "one", "two", "two"]
+
+
 def test_invalid_comparisons_are_refused_before_anything_is_loaded(lab, tmp_path, monkeypatch):
     counted = Counted(monkeypatch)
     for settings, message in (
@@ -132,9 +144,17 @@ def test_invalid_comparisons_are_refused_before_anything_is_loaded(lab, tmp_path
     ):
         with pytest.raises(InvalidRequestError, match=message):
             lab.compare(["hello"], settings)
-    for prompts in ("hello", []):
+    for prompts in ("hello", [], {"a": "hello"}, None):
         with pytest.raises(InvalidRequestError, match="list of texts"):
             lab.compare(prompts, [{}])
+    with pytest.raises(InvalidRequestError, match="prompts is a data frame; pass one of its columns"):
+        lab.compare(pd.DataFrame({"text": ["hello"]}), [{}])
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: the prompt is nan; pass a text"):
+        lab.compare(["hello", math.nan], [{}])
+    with pytest.raises(InvalidRequestError, match="settings is None; pass a list of settings"):
+        lab.compare(["hello"], None)
+    with pytest.raises(InvalidRequestError, match=r"settings\.to_dict\('records'\)"):
+        lab.compare(["hello"], pd.DataFrame({"temperature": [0, 1]}))
     with pytest.raises(InvalidRequestError, match="the limit is 10000"):
         lab.compare(["hello"] * 10_001, [{}])
     comparison = lab.compare(["hello"], [{}])

@@ -214,6 +214,7 @@ def test_integers_of_numpy_are_accepted_and_other_values_refused_by_name(lab):
     parts = lab.direct_logit_attribution([5, 6], logits[1].argmax(), other=7)
     assert f"{logits[1].argmax()} minus 7" in repr(parts)
     assert lab.attention([5, 6], np.int64(1)).layer == 1
+    assert set(lab.trace([5, 6], np.array(["logits", "hook_embed"]))) == {"logits", "hook_embed"}
     for positions in (1.5, "last", True, [0, True], [], slice(2), {0: 1}):
         with pytest.raises(InvalidRequestError, match=r"positions is .* index, or a list"):
             lab.patch(OTHER, TEXT, answer=500, other=600, positions=positions)
