@@ -66,6 +66,10 @@ class Evaluation(Displayed):
         self.index = index
         self._backend = backend
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process cannot use the lab.
+        return {**self.__dict__, "_backend": None}
+
     @property
     def name(self) -> str:
         return self.facts.name
@@ -237,9 +241,9 @@ class Evaluation(Displayed):
         # Imported here, because matplotlib is optional.
         from lmx_lab.results.drawing import NotebookFigure, fit, fonts, size_in_inches
 
-        bins = self.calibration()
+        bins, size = self.calibration(), size_in_inches(size)
         with fonts(min(size) / min(CALIBRATION_INCHES)):
-            figure = NotebookFigure(figsize=size_in_inches(size), layout="constrained") if ax is None else None
+            figure = NotebookFigure(figsize=size, layout="constrained") if ax is None else None
             axes = figure.add_subplot() if figure is not None else ax
             assert axes is not None
             axes.plot([0, 1], [0, 1], linestyle="--", color="0.5", linewidth=1)

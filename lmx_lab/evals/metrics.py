@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
@@ -99,9 +100,9 @@ class Regex(Metric):
     """The answer matches a regular expression.
 
     Args:
-        pattern: A Python regular expression. Its first match, or the first group of this match if there are groups,
-            must equal the expected text: ``Regex(r"answer is (\\w+)")``. With None, the expected value is the regular
-            expression, and the answer must contain a match.
+        pattern: A Python regular expression. Its first match must equal the expected text; if there are groups, the
+            first one that is part of this match: ``Regex(r"answer is (\\w+)")``. With None, the expected value is the
+            regular expression, and the answer must contain a match.
     """
 
     name: ClassVar[str] = "regex"
@@ -117,7 +118,8 @@ class Regex(Metric):
                 raise InvalidRequestError(f"the expected value is {expected!r:.80}; it must be a regular expression")
             return float(_compile(expected).search(answer) is not None)
         found = _compile(self.pattern).search(answer)
-        part = None if found is None else found[1] if found.re.groups else found[0]
+        parts = () if found is None else found.groups() or (found[0],)
+        part = next((each for each in parts if each is not None), None)
         return float(any(part == text.strip() for text in _texts(expected)))
 
 
@@ -326,6 +328,12 @@ def read_metric(metric: Any) -> Metric:
             )
         remedy = did_you_mean(metric, names) or f"; the metrics are {', '.join(names)}"
         raise InvalidRequestError(f"there is no metric {metric[:80]!r}{remedy}", param="metric")
+    if inspect.iscoroutinefunction(metric):
+        raise InvalidRequestError(f"metric is {metric!r:.80}, which is async; pass a plain function", param="metric")
+    if isinstance(metric, type) and issubclass(metric, Metric):
+        raise InvalidRequestError(
+            f"metric is the class {metric.__name__}; create one, such as {metric.__name__}()", param="metric"
+        )
     if callable(metric) and not isinstance(metric, type):
         return FunctionMetric(metric)
     raise InvalidRequestError(
@@ -394,7 +402,7 @@ def _fold(text: str, ignore_case: bool) -> str:
 def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except re.error as exc:
+    except (re.error, TypeError) as exc:
         raise InvalidRequestError(
             f"the regular expression {pattern!r:.80} is malformed: {exc}", param="pattern"
         ) from None

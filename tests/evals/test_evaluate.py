@@ -1,9 +1,11 @@
 """Test ``lab.evaluate`` on the echo engine: scores, errors in rows, failures, comparisons, judges and experiments."""
 
 import asyncio
+import copy
 import datetime
 import html
 import json
+import pickle
 import signal
 import sqlite3
 import time
@@ -71,7 +73,7 @@ def test_functions_see_the_expected_value_or_the_row(lab):
     rows = [{"text": "abc", "n": 4}, {"text": "abcde", "n": 5}]
     result = lab.evaluate(rows, "{text}", answer="n", metric=lambda answer, n: len(answer) / n)
     assert result.df["score"].tolist() == [0.75, 1]
-    assert (result.score.n, result.score.method) == (2, "2 scores are too few for an interval; evaluate more rows")
+    assert (result.score.n, result.score.method) == (2, "too few scores for an interval, 2; evaluate more rows")
     enough = lab.evaluate(rows * 3, "{text}", answer="n", metric=lambda answer, n: len(answer) / n)
     assert enough.score.method == BOOTSTRAP
     assert enough.score.low < enough.score.mean < enough.score.high
@@ -145,6 +147,15 @@ def test_choices_of_one_token_need_one_request(lab):
     assert 0 <= bins.attrs["expected_calibration_error"] <= 1
     with pytest.raises(InvalidRequestError, match="no choices"):
         lab.evaluate(rows, "{text}", answer="right").calibration()
+
+
+def test_an_evaluation_is_copied_without_its_lab(lab):
+    result = lab.evaluate(FRAME, "{text}", answer="answer")
+    for again in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result)):
+        pd.testing.assert_frame_equal(again.df, result.df)
+        assert repr(again) == repr(result)
+        with pytest.raises(InvalidRequestError, match="without a lab"):
+            again.lens("a")
 
 
 def test_two_evaluations_of_the_same_rows_are_compared(lab):
@@ -476,6 +487,8 @@ INDEXES = {
     ),
     "times": pd.date_range("2026-03-28", periods=2, tz="Europe/Berlin", name="day"),
     "days": pd.Index(DAYS, name="day"),
+    "missing days": pd.Index([DAYS[0], None]),
+    "days of pyarrow": pd.Index(DAYS, dtype="date32[day][pyarrow]"),
     "durations": pd.to_timedelta([1, 2], unit="h"),
     "months": pd.period_range("2026-01", periods=2, freq="M", name="month"),
     "bins": pd.interval_range(0.5, 2.5, name="bin", closed="left"),

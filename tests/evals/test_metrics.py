@@ -31,6 +31,7 @@ from lmx_lab.evals.metrics import FunctionMetric, read_metric
         (Regex(r"#### (\S+)"), "6 * 7\n#### 42", 42, 1),
         (Regex(r"#### (\S+)"), "42", 42, 0),
         (Regex(r"\d+"), "It is 42, not 43", "42", 1),
+        (Regex(r"is (\d+)|\((\w)\)"), "It is (B).", "B", 1),
         (Numeric(), "first 3, then 1,234.5.", 1234.5, 1),
         (Numeric(), "-7", 7, 0),
         (Numeric(absolute=0.5), "about 3.4", "3", 1),
@@ -52,6 +53,10 @@ from lmx_lab.evals.metrics import FunctionMetric, read_metric
 )
 def test_scores(metric, answer, expected, score):
     assert metric.score(answer, expected) == score
+
+
+async def answer_later(answer, expected):
+    return 1
 
 
 def test_functions_return_numbers_from_0_to_1():
@@ -97,7 +102,9 @@ def test_choices_are_compared_by_log_probability_or_by_log_probability_per_chara
         (lambda: read_metric("accuracy of it"), "the metrics are exact_match"),
         (lambda: read_metric("choice"), r"Choice\(\["),
         (lambda: read_metric(3), "pass one of"),
-        (lambda: read_metric(ExactMatch), "pass one of"),
+        (lambda: read_metric(ExactMatch), r"create one, such as ExactMatch\(\)"),
+        (lambda: read_metric(answer_later), "is async; pass a plain function"),
+        (lambda: Regex(3), "malformed"),
         (lambda: Regex("("), "malformed"),
         (lambda: Regex().score("a", "("), "malformed"),
         (lambda: Numeric(absolute=-1), "absolute is -1"),
