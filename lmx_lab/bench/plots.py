@@ -103,10 +103,11 @@ def _chart(
     ax: Axes | Sequence[Axes] | None,
     size: tuple[float, float] | None,
 ) -> NotebookFigure | None:
-    metrics = [metrics] if isinstance(metrics, str) else metrics
+    metrics = [metrics] if isinstance(metrics, str) or not isinstance(metrics, Iterable) else list(metrics)
     if unknown := [name for name in metrics if name not in METRICS]:
         raise InvalidRequestError(
-            f"metrics: unknown metric {', '.join(unknown)}; available are {', '.join(METRICS)}", param="metrics"
+            f"metrics: unknown metric {', '.join(map(str, unknown)):.200}; available are {', '.join(METRICS)}",
+            param="metrics",
         )
     if not metrics:
         raise InvalidRequestError(f"metrics is empty; give at least one, such as {TOTAL!r}", param="metrics")
@@ -114,15 +115,14 @@ def _chart(
     if not len(table):
         raise InvalidRequestError("there is nothing to plot: the table has no requests besides warm-up requests")
     lines = _lines(table, over)
-    if names:
-        given = [names] if isinstance(names, str) else names
+    given = names if isinstance(names, str | Mapping) or not isinstance(names, Iterable) else list(names)
+    if given:
         unknown = [name for name in given if name not in lines] if isinstance(given, Mapping) else []
-        named = [given.get(line, line) for line in lines] if isinstance(given, Mapping) else list(given)
+        chosen = [given.get(line, line) for line in lines] if isinstance(given, Mapping) else given
+        named = [str(name) for name in (chosen if isinstance(chosen, list) else [chosen])]
         if unknown or len(named) != len(lines) or len(set(named)) != len(named):
-            raise InvalidRequestError(
-                f"names is {names!r:.200}; give a different name for each of {', '.join(map(repr, lines))}",
-                param="names",
-            )
+            wanted = f"a different name for each of {', '.join(map(repr, lines))}" if any(lines) else "one name"
+            raise InvalidRequestError(f"names is {names!r:.200}; give {wanted}", param="names")
         lines = dict(zip(named, lines.values(), strict=True))
     if ax is not None:
         panels = list(np.ravel(np.asarray(ax, dtype=object)))
@@ -131,13 +131,13 @@ def _chart(
                 f"ax is {ax!r:.200}; give {len(metrics)} axes, one for each of metrics={tuple(metrics)}", param="ax"
             )
         handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
-        if names or len(lines) > 1:
+        if given or len(lines) > 1:
             _plain(panels[0].legend(handles, [textwrap.fill(name, 40) for name in lines]))
         if title:
-            panels[0].set_title(title, parse_math=False)
+            panels[0].set_title(str(title), parse_math=False)
         return None
     usual = (4.2 * len(metrics), 3.6)
-    heading = _common(table, over) if title is None else title
+    heading = _common(table, over) if title is None else str(title)
     caption = ""
     if heading or title is None:
         # What the values and their intervals are.
@@ -156,7 +156,7 @@ def _chart(
         handles, *_ = [_draw(panel, lines, over, metric) for panel, metric in zip(panels, metrics, strict=True)]
         text = "\n".join(filter(None, (heading, caption)))
         fit(chart.suptitle(text, fontsize="medium", parse_math=False), room)
-        below = _legend(chart, handles, list(lines), room) if names or len(lines) > 1 else 0.0
+        below = _legend(chart, handles, list(lines), room) if given or len(lines) > 1 else 0.0
         chart.set_figheight(height if size else height + below)
         # The layout determines the height of the axes.
         layout = chart.get_layout_engine()

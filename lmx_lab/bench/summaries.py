@@ -17,7 +17,7 @@ import numpy as np
 from lmx_lab.bench.sample import RequestSample, frame
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional
-from lmx_lab.results.frames import make_table
+from lmx_lab.results.frames import make_table, utc_time
 from lmx_lab.results.statistics import (
     LEVEL,
     NOTHING,
@@ -83,9 +83,23 @@ COMPARISON = {
 
 
 def measured_rows(samples: Samples) -> pd.DataFrame:
-    """Return the rows without those of warm-up requests."""
-    table: pd.DataFrame = samples if hasattr(samples, "columns") else frame(samples)
-    return table[~table["warm_up"].astype(bool)]
+    """Return the rows without those of warm-up requests.
+
+    Raises:
+        InvalidRequestError: they are not the rows of a benchmark.
+    """
+    try:
+        table: pd.DataFrame = samples if hasattr(samples, "columns") else frame(samples)
+        if not hasattr(table["started_at"], "dt"):
+            # Texts, such as those of a CSV file.
+            table = table.assign(started_at=list(map(utc_time, table["started_at"])))
+        return table[~table["warm_up"].astype(bool)]
+    except (TypeError, ValueError, AttributeError, KeyError):
+        raise InvalidRequestError(
+            f"the rows have the type {type(samples).__name__}, or lack columns of a benchmark; pass the table of "
+            "lab.bench, lmx_lab.bench.run or load",
+            param="samples",
+        ) from None
 
 
 def summary(samples: Samples, by: Sequence[str] | None = None, *, level: float = LEVEL) -> pd.DataFrame:

@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -65,16 +65,18 @@ def fonts(scale: float = 1.0) -> AbstractContextManager[None]:
 
 
 def size_in_inches(size: Sequence[float]) -> tuple[float, float]:
-    """Check the size of a figure.
+    """Return the width and the height of a figure.
 
     Raises:
         InvalidRequestError: it is not a width and a height from 1 to 100 inches.
     """
-    if len(size) != 2 or not all(1 <= length <= 100 for length in size):
-        raise InvalidRequestError(
-            f"size is {size!r:.80}; give the width and the height in inches, each from 1 to 100", param="size"
-        )
-    return (size[0], size[1])
+    with suppress(TypeError, ValueError):
+        width, height = map(float, () if isinstance(size, str) else size)
+        if 1 <= width <= 100 and 1 <= height <= 100:
+            return width, height
+    raise InvalidRequestError(
+        f"size is {size!r:.80}; give the width and the height in inches, each from 1 to 100", param="size"
+    )
 
 
 def fit(text: Text, pixels: float) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from statistics import NormalDist
 from typing import TypeAlias
 
@@ -273,7 +274,7 @@ def positions_of(labels: Iterable[Hashable]) -> dict[Hashable, npt.NDArray[np.in
 
 
 def _check_level(level: float) -> None:
-    if not 0 < level < 1:
+    if not isinstance(level, Real) or not 0 < float(level) < 1:
         raise InvalidRequestError(f"level is {level!r}; give a number between 0 and 1, such as 0.95", param="level")
 
 
@@ -346,7 +347,7 @@ def _mean_interval(values: Floats, name: str) -> tuple[float, float, str]:
     their intervals contained the true mean in 82 to 90 %, and the expanded ones in 88 to 95 %.
     """
     if _are_too_few(len(values)):
-        return math.nan, math.nan, f"{len(values)} {name} are too few for an interval; evaluate more rows"
+        return math.nan, math.nan, f"too few {name} for an interval, {len(values)}; evaluate more rows"
     if np.ptp(values) < ROUNDING:
         return math.nan, math.nan, f"all {name} are equal, so they do not show how much others would differ"
     n = len(values)

@@ -1,10 +1,12 @@
 """Plots show medians with intervals. ``contract/test_figures`` has what all figures share."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from lmx_lab.bench import by_concurrency, by_prompt_length, summary
+from lmx_lab.bench import by_concurrency, by_prompt_length, frame, summary
+from lmx_lab.bench.summaries import TOTAL
 from lmx_lab.errors import InvalidRequestError
 from tests.support.samples import run_of, sample
 
@@ -79,6 +81,30 @@ def test_what_cannot_be_plotted_is_refused(plot):
         plot(swept(), metrics=("speed",))
     with pytest.raises(InvalidRequestError, match="empty"):
         plot(swept(), metrics=())
+
+
+@pytest.mark.parametrize("samples", ["run.jsonl", None, [{"a": 1}], pd.DataFrame({"a": [1]})])
+def test_rows_of_other_kinds_are_refused(samples):
+    with pytest.raises(InvalidRequestError, match="pass the table of"):
+        by_concurrency(samples)
+
+
+def test_the_table_of_a_csv_file_is_drawn(tmp_path):
+    frame(swept()).to_csv(tmp_path / "run.csv", index=False)
+    table = pd.read_csv(tmp_path / "run.csv")
+    pd.testing.assert_frame_equal(summary(table)[["ttft_ms", TOTAL]], summary(swept())[["ttft_ms", TOTAL]])
+    assert len(by_concurrency(table).axes) == 3
+
+
+def test_columns_and_numbers_are_metrics_names_and_titles():
+    drawn = by_concurrency(swept(), metrics=pd.Series(["ttft_ms", "e2e_ms"]), names=np.array([3]), title=4)
+    assert len(drawn.axes) == 2
+    assert drawn.get_suptitle().startswith("4\n")
+    for metrics in (None, 3, [None]):
+        with pytest.raises(InvalidRequestError, match="unknown metric"):
+            by_concurrency(swept(), metrics=metrics)
+    with pytest.raises(InvalidRequestError, match=r"level is '0\.9'"):
+        by_concurrency(swept(), level="0.9")
 
 
 def test_a_single_case_is_drawn_as_a_bar_with_its_value():
@@ -158,7 +184,7 @@ def test_a_plot_is_drawn_into_the_axes_of_the_caller():
             by_concurrency(samples, ax=wrong)
 
 
-@pytest.mark.parametrize("size", [(0, 2), (3,), (3, 1000), (float("nan"), 2)])
+@pytest.mark.parametrize("size", [(0, 2), (3,), (3, 1000), (float("nan"), 2), 3, "3x2", (None, 2), {"w": 3, "h": 2}])
 def test_an_impossible_size_is_refused(size):
     with pytest.raises(InvalidRequestError, match="give the width and the height in inches, each from 1 to 100"):
         by_concurrency(swept(), size=size)

@@ -199,7 +199,7 @@ def test_intervals_contain_the_true_mean_of_few_scores_as_often_as_their_level()
 @pytest.mark.parametrize("values", [[0.5], [0.2, 0.9], [0.2, 0.5, 0.9], [0.5] * 10, [1 / 3, 1 - 2 / 3] * 10])
 def test_few_or_equal_scores_have_no_interval_and_say_so(values):
     score = score_of(values)
-    reason = "are too few for an interval" if len(values) < 6 else "are equal"
+    reason = "too few" if len(values) < 6 else "are equal"
     assert math.isnan(score.low)
     assert math.isnan(score.high)
     assert reason in score.method
