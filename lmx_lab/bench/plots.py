@@ -138,15 +138,7 @@ def _chart(
         return None
     usual = (4.2 * len(metrics), 3.6)
     heading = _common(table, over) if title is None else str(title)
-    caption = ""
-    if heading or title is None:
-        # What the values and their intervals are.
-        kinds = " and ".join(dict.fromkeys("totals" if name == TOTAL else "medians" for name in metrics))
-        known = {bool(value) for name in metrics for rows in lines.values() for value in rows[f"{name}_low"].notna()}
-        caption = f"{kinds} without intervals, which need 6 requests, or 3 repeats for totals"
-        if True in known:
-            missing = " where enough requests were measured" if False in known else ""
-            caption = f"{kinds} with {100 * level:g} % confidence intervals{missing}"
+    caption = _caption(lines, metrics, level) if heading or title is None else ""
     width, height = usual if size is None else size_in_inches(size)
     with fonts(min(width / usual[0], height / usual[1])):
         chart = NotebookFigure(figsize=(width, height))
@@ -165,6 +157,16 @@ def _chart(
         for panel in panels:
             fit(panel.yaxis.label, panel.bbox.height)
     return chart
+
+
+def _caption(lines: Mapping[str, pd.DataFrame], metrics: Sequence[str], level: float) -> str:
+    """Describe the values and their intervals."""
+    kinds = " and ".join(dict.fromkeys("totals" if name == TOTAL else "medians" for name in metrics))
+    known = {bool(value) for name in metrics for rows in lines.values() for value in rows[f"{name}_low"].notna()}
+    if True in known:
+        missing = " where enough requests were measured" if False in known else ""
+        return f"{kinds} with {100 * level:g} % confidence intervals{missing}"
+    return f"{kinds} without intervals, which need 6 requests, or 3 repeats for totals"
 
 
 def _plain(legend: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
-import contextlib
 import contextvars
 import re
 import shlex
@@ -271,18 +270,7 @@ class LabMagics(Magics):
         """
         try:
             if cell is not None:
-                options = {name: value for name, value in _parse(CELL, line).items() if value is not None}
-                if "map" in options:
-                    return self._map(cell, options.pop("map"), **options)
-                if misplaced := [name for name in ("column", "into", "cache") if name in options]:
-                    raise UsageError(
-                        f"--{misplaced[0]} needs --map, the name of a data frame (%lmx? shows the options)"
-                    )
-                if not options.pop("raw", False):
-                    # Like IPython's own magics: text that cannot be formatted is left unchanged.
-                    with contextlib.suppress(Exception):
-                        cell = DollarFormatter().vformat(cell, args=[], kwargs=self._shell.user_ns)
-                return self._ask(cell, **options)
+                return self._prompt(line, cell)
             word, _, text = line.strip().partition(" ")
             if word == "ask":
                 # Not parsed as arguments, because a text may contain apostrophes.
@@ -291,6 +279,21 @@ class LabMagics(Magics):
         except LabError as exc:
             # The message names the next step; a traceback into this package does not help the reader of a notebook.
             raise UsageError(exc.message) from exc
+
+    def _prompt(self, line: str, cell: str) -> Any:
+        options = {name: value for name, value in _parse(CELL, line).items() if value is not None}
+        if "map" in options:
+            return self._map(cell, options.pop("map"), **options)
+        if misplaced := [name for name in ("column", "into", "cache") if name in options]:
+            raise UsageError(f"--{misplaced[0]} needs --map, the name of a data frame (%lmx? shows the options)")
+        if not options.pop("raw", False):
+            # Like IPython's own magics: text that cannot be formatted, such as JSON, is left unchanged.
+            try:
+                cell = DollarFormatter().vformat(cell, args=[], kwargs=self._shell.user_ns)
+            except Exception as exc:
+                problem = f"{type(exc).__name__}: {exc}"
+                print(f"%%lmx: no value was inserted ({problem:.200}); --raw leaves braces unchanged", file=sys.stderr)
+        return self._ask(cell, **options)
 
     def _map(self, cell: str, name: str, *, column: str | None = None, into: str | None = None, **options: Any) -> Any:
         """Answer a prompt for each row of a variable of the notebook, and return the table of answers."""

@@ -159,6 +159,9 @@ class Reply(Displayed, FinishedAnswer, HasTokens):
     def __str__(self) -> str:
         return whole_characters(self.text) if self.finish_reason == "length" else self.text
 
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
     def __repr__(self) -> str:
         thoughts = [f"[{self._thoughts()}: see .reasoning]"] if self.reasoning else []
         text = [self._indented() or str(self)] if self.text or not self.tool_calls else []

@@ -180,7 +180,7 @@ def prompts(lab, monkeypatch):
     return requests
 
 
-def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(shell, prompts):
+def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(shell, prompts, capsys):
     shell.user_ns.update(town="Paris", numbers=[1, 2])
     reply = shell.run_cell_magic(
         "lmx", "--max-tokens 2 --temperature 0 --system 'Be brief.'", "Is $town {sum(numbers)}?\n"
@@ -188,7 +188,9 @@ def test_a_cell_is_a_prompt_with_the_values_of_its_expressions(shell, prompts):
     assert isinstance(reply, lmx_lab.Reply)
     assert reply.usage.completion_tokens == 2
     shell.run_cell_magic("lmx", "--max-tokens 1 --raw", "Is $town {sum(numbers)}?")
+    assert capsys.readouterr().err == ""
     shell.run_cell_magic("lmx", "--max-tokens 1", 'Is {"a": [town]} {unknown} valid?')
+    assert capsys.readouterr().err.startswith("%%lmx: no value was inserted (")
     assert [(role, content.strip()) for messages in prompts for role, content in messages if content] == [
         ("system", "Be brief."),
         ("user", "Is Paris 3?"),

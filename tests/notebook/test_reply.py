@@ -133,6 +133,7 @@ def test_log_probabilities_are_a_table():
 
 def test_a_plain_reply_shows_only_text_and_cost():
     assert repr(reply()).splitlines()[:2] == ["hi", ""]
+    assert f"{reply()}{reply():>4}" == "hi  hi"
     assert "thoughts" not in repr(reply()) + reply()._repr_markdown_()
 
 
