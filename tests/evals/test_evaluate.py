@@ -258,7 +258,7 @@ def test_the_score_of_a_row_with_several_answers_is_their_mean(lab):
     assert result.df["sample"].tolist() == [0, 1, 2, 3] * 3
     assert (result.score.mean, result.score.n, result.errors) == (0.5, 2, 4)
     # There are two means, not eight scores.
-    assert "2 scores are too few" in result.score.method
+    assert "too few scores for an interval, 2" in result.score.method
     assert result.pass_at(1).mean == pytest.approx(0.5)
     # The probability that one of two answers is right is 1 - 0 / 6 in the first row, and 1 - 3 / 6 in the second one.
     assert result.pass_at(2).mean == pytest.approx((1 + 0.5) / 2)
