@@ -34,6 +34,32 @@ def test_a_grammar_that_becomes_too_complex_fails_with_a_reason(tokenizer):
     assert constraint.mask(WIDTH) is None
 
 
+@pytest.mark.parametrize("text", ["x <|im_end|> y", "<|endoftext|>", "a" * 3000])
+def test_a_constant_may_be_long_or_spell_a_special_token(compiler, table, text):
+    (matcher,) = matchers_of(compiler, grammar_for(schema({"const": text})))
+    constraint, said = Constraint(matcher, None), b""
+    while not constraint.complete and constraint.failure is None:
+        mask = constraint.mask(WIDTH)
+        token = int(np.flatnonzero(mask)[-1])
+        said += table.tokens[token]
+        constraint.advance(token)
+    assert json.loads(said) == text
+
+
+def test_what_the_grammar_determines_is_written_in_the_tokens_of_the_tokenizer(compiler, tokenizer):
+    keys = {"setup": {"const": "conditions"}, "publication_year": {"type": "null"}}
+    one_value = {"type": "object", "properties": keys, "required": [*keys], "additionalProperties": False}
+    (matcher,) = matchers_of(compiler, grammar_for(schema(one_value)))
+    constraint, tokens = Constraint(matcher, None), []
+    while not constraint.complete:
+        tokens.append(int(np.flatnonzero(constraint.mask(WIDTH))[-1]))
+        constraint.advance(tokens[-1])
+    written = [tokenizer.decode([token]) for token in tokens]
+    for word in ("setup", "conditions", "publication", "year"):
+        assert word in written
+    assert json.loads(tokenizer.decode(tokens)) == {"setup": "conditions", "publication_year": None}
+
+
 def test_text_that_the_tokenizer_would_change_is_forced_byte_by_byte(table):
     normalizing = replace(table, encode=lambda text: table.encode(unicodedata.normalize("NFC", text)))
     matcher = compile_grammar(build_tokenizer(normalizing), grammar_for(schema({"const": "cafe\u0301!"})))
