@@ -51,7 +51,7 @@ TABLES = {
     "One of the things that are typical of a {} is its": (
         "dog bark, lion roar, cat meow, bee honey, bird wings, fish fins, snake venom, elephant trunk, giraffe neck, "
         "zebra stripes, leopard spots, turtle shell, kangaroo pouch, camel hump, rhino horn, deer antlers, horse "
-        "mane, peacock feathers, crab claws, spider web, tree trunk, rose thorns, book pages, clock hands, car "
+        "hooves, peacock feathers, crab claws, spider web, tree trunk, rose thorns, book pages, clock hands, car "
         "engine, ship anchor, piano keys, guitar strings, shirt sleeves, shoe laces, house roof, castle towers, "
         "school teachers, hospital doctors, library books, kitchen stove, computer screen, camera lens, bicycle "
         "pedals, plane wings"
