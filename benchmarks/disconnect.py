@@ -23,7 +23,7 @@ PHASES = ("queued", "prefill", "decode")
 LONG_TOKENS = 6000
 TIMEOUT_S = 120.0
 COUNTED_S = 0.5
-"""Time after which the tokens of an answer that has ended are counted for certain."""
+"""Time after which all tokens of an ended answer have been counted."""
 Disconnect = Callable[[], None]
 Body = dict[str, Any]
 

@@ -30,7 +30,7 @@ def price_of_{2}(count, price):
     return count * price
 """
 ANSWER_TOKENS = 160
-"""Length of the program with the sentence before it. In shorter answers this sentence counts more."""
+"""Length of the program and the sentence before it. In a shorter answer, this sentence is a larger part."""
 ROUNDS = 9
 """A story gains or loses a few percent only, which is less than the difference between two rounds."""
 

@@ -26,7 +26,7 @@ PERSON = {
 # The list is so long that every answer reaches its token limit.
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 1000}
 ROUNDS = 7
-"""The limit is close to 1, and two rounds may differ by a tenth."""
+"""More rounds than usual, because the limit is close to 1 and two rounds may differ by a tenth."""
 FORMAT = {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}}
 
 

@@ -208,8 +208,8 @@ def list_of(items: object, name: str, *, of: str = "texts") -> list[Any]:
     iterable but are not lists.
 
     Args:
-        name: The argument, for messages.
-        of: What the items are, for messages.
+        name: Name of the argument, for error messages.
+        of: Name of the items, for error messages.
 
     Raises:
         InvalidRequestError: the value is not a list of several items.

@@ -371,16 +371,16 @@ OTHER_NAMES = {
 
 
 def first_names(names: Sequence[str], most: int) -> str:
-    """Return at most ``most`` names as a text, which ends with the number of the others."""
+    """Return at most ``most`` names as a text, followed by the number of other names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def newer_version(version: object, latest: int) -> str:
-    """Say that a file cannot be read because a newer version of the package wrote it; the subject is the file.
+    """Return the predicate of an error message about a file that a newer version of the package wrote.
 
     Args:
         version: The version of the format in the file.
-        latest: The newest one that this version reads.
+        latest: The newest version of the format that this package reads.
     """
     versions = f"its version is {version!s:.20}, and this version reads {latest}"
     return f"was written by a newer version of LMX Lab ({versions}: update lmx-lab)"

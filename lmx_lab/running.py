@@ -1,4 +1,4 @@
-"""Record the labs of a home that run on this machine, in its folder."""
+"""Record the running labs of a home on this machine in the folder of the home."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunningLab:
-    """A lab of this machine that runs."""
+    """A running lab on this machine."""
 
     host: str
     port: int
@@ -35,13 +35,13 @@ class RunningLab:
 def record_lab(home: Path, host: str, port: int) -> Callable[[], None]:
     """Record that a lab of this process runs; the returned function removes the record and may be called twice.
 
-    A lab also runs if its home cannot be written to. Then it is not recorded.
+    If the home cannot be written to, the lab runs without a record.
     """
     file = home.resolve() / FOLDER / f"{socket.gethostname()}-{port}.json"
     content = {"machine": socket.gethostname(), "host": host, "port": port, "pid": os.getpid()}
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Atomically, because another process may read it. The name is that of an earlier lab at the same port.
+        # Written atomically, because another process may read it. A file of an earlier lab at this port is replaced.
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(file)
@@ -56,7 +56,7 @@ def record_lab(home: Path, host: str, port: int) -> Callable[[], None]:
 
 
 def running_labs(home: Path) -> list[RunningLab]:
-    """Return the labs of a home that run on this machine, by port. Records of labs that have ended are removed."""
+    """Return the running labs of a home on this machine, sorted by port. Remove the records of labs that have ended."""
     found: dict[Path, RunningLab] = {}
     for file in (home / FOLDER).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -76,7 +76,7 @@ def running_labs(home: Path) -> list[RunningLab]:
 
 
 def is_lab(host: str, port: int) -> bool | None:
-    """Whether a lab listens at this port of this machine; None if what listens there does not answer in time."""
+    """Return whether a lab listens at this port of this machine; None if there is no answer in time."""
     connection = http.client.HTTPConnection(LOOPBACK_FOR.get(host, host), port, timeout=PROBE_S)
     try:
         connection.request("HEAD", "/healthz")

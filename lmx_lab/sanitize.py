@@ -19,8 +19,8 @@ UNSAFE = re.compile(
 )
 """Characters that a terminal or a page interprets, or with which a text could be displayed as a different one: control
 characters except line ends and tabs, line separators, overrides of the direction of text, lone surrogates, others that
-XML does not have, and invisible copies of ASCII. Joiners, direction marks and soft hyphens are not among them, because
-words of several languages are spelled with them."""
+XML does not have, and invisible copies of ASCII. Joiners, direction marks and soft hyphens are safe, because they are
+part of the spelling of words in several languages."""
 
 
 def escape_text(text: str) -> str:
@@ -29,7 +29,7 @@ def escape_text(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return a text of at most ``limit`` characters. An ellipsis stands for the rest of a longer one."""
+    """Return a text of at most ``limit`` characters. An ellipsis replaces the rest of a longer text."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
@@ -39,7 +39,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def single_line(text: str, most: int = 100) -> str:
-    """Return the start of a text as one line of at most ``most`` characters, in which unsafe ones are then escaped."""
+    """Return the start of a text as one line of at most ``most`` characters before unsafe characters are escaped."""
     start = text[: 4 * most]
     words = " ".join(start.split())
     return clip(words if start == text else f"{words}…", most)

@@ -14,7 +14,7 @@ from lmx_lab.urls import local_url
 from lmx_lab.wire.admin import ModelRecords
 
 ANSWER_S = 10.0
-"""Time that a lab has to list its models."""
+"""Time limit for the list of models of a lab."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,12 @@ class FilesInUse:
 
 
 async def ask_labs(settings: Settings, *, besides: int | None = None) -> dict[str, ModelRecords | LabError]:
-    """Return the models of each running lab of this home, and of the lab at the configured port, whose home may be
-    another one. A lab that does not list them has the reason instead.
+    """Return the models of each running lab of this home, or the error of a lab that does not list them, by URL.
+
+    The lab at the configured port is included even if it has another home.
 
     Args:
-        besides: The port of a lab that is not asked.
+        besides: The port of a lab to leave out.
     """
     labs = await asyncio.to_thread(running_labs, settings.home)
     urls = {lab.url for lab in labs if lab.port != besides}

@@ -1,4 +1,4 @@
-"""Compute, in NumPy, the distribution from which the next token is drawn."""
+"""Compute, in NumPy, the distribution from which the next token is sampled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmx_lab.engine.requests import Sampling
 
 GREEDY_BELOW = 1e-4
 """At lower temperatures, the most likely token is always chosen. At this one, a token that is 0.1 % more likely is
-drawn 20,000 times as often."""
+sampled 20,000 times as often."""
 Scores = NDArray[np.floating[Any]]
 
 
@@ -24,7 +24,7 @@ def log_softmax(scores: Scores) -> Scores:
 
 
 def drawn_scores(logprobs: Scores, sampling: Sampling) -> Scores:
-    """Return the scores from which a token is drawn, relative to the highest one.
+    """Return the scores from which a token is sampled, relative to the highest one.
 
     They are minus infinity for the tokens that ``top_p``, ``min_p`` and ``top_k`` remove.
 

@@ -260,7 +260,7 @@ class ModelManager:
 
     @property
     def in_use(self) -> dict[Path, str]:
-        """The files of models in memory or being loaded, by path, each with the id of the model; see ``Residents``."""
+        """The id of the model that uses each file, by path; see ``Residents``."""
         return self._residents.in_use
 
     @property

@@ -120,7 +120,7 @@ class PrefixFiles:
         self._reserve_bytes = reserve_bytes
         self._key = ""
         self.opening: Future[None] | None = None
-        """The work of ``start``."""
+        """Future of the call of ``open`` that ``start`` begins."""
         self._open_until = 0.0
         self.is_open = False
         """Whether the files have been listed. Stays False if the folder cannot be used."""
@@ -152,7 +152,7 @@ class PrefixFiles:
 
     @property
     def wait_s(self) -> float:
-        """How long a request should wait until ``opening`` has listed the files; 0 if it has."""
+        """Maximum time that a request should wait for ``opening``; 0 if the files have been listed."""
         is_done = self.opening is None or self.opening.done()
         return 0.0 if is_done else max(0.0, self._open_until - time.perf_counter())
 
@@ -302,8 +302,8 @@ class PrefixFiles:
         return tensors
 
     def load(self, files: Sequence[StoredPrefix]) -> list[Mapping[str, memoryview]]:
-        """Return the tensors of the files of a state, and count this as a use. Return nothing if one of them cannot be
-        read: it is then rejected.
+        """Return the tensors of the files of a state, and count this as a use. If a file cannot be read, reject it and
+        return an empty list.
         """
         tensors = []
         for stored in files:

@@ -155,7 +155,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted from the logit of a token once for each occurrence in the output so far."""
     repeat_last_n: int = -1
-    """Number of last tokens of the output that the three penalties count; -1 means all, and 0 turns them off."""
+    """Number of tokens at the end of the output that the three penalties count; -1 counts all, and 0 turns them off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and the number that is added to its logit."""
     dry_multiplier: float = 0.0
@@ -228,8 +228,8 @@ class GenerationRequest:
     """Tokens whose log-probability is reported at each position of the answer, with ``top_logprobs``: ids, or texts of
     one token each."""
     after_sampling: bool = False
-    """Whether the reported log-probabilities are those with which tokens are drawn: after the temperature, top-p, min-p
-    and top-k, without a format of the answer. Tokens that are never drawn are not among the alternatives."""
+    """Whether the reported log-probabilities are those with which tokens are sampled, after the temperature, top-p,
+    min-p and top-k. An enforced format is not considered. The alternatives exclude tokens that are never sampled."""
     score_prompt: bool = False
     """Whether to report the log-probability of each prompt token, with ``top_logprobs`` alternatives."""
     score_from: int = 0

@@ -158,8 +158,8 @@ class Residents:
 
     @property
     def in_use(self) -> dict[Path, str]:
-        """The files of models in memory or being loaded, drafts included: their paths, each with the id of the model
-        that uses them. May be read on any thread.
+        """The id of the model that uses each file, by path, for models in memory or being loaded and their draft
+        models. May be read on any thread.
         """
         loads = [change.entry for change in list(self._changes) if change.spec is not None and change.entry is not None]
         users = [*(model.entry for model in self.now.loaded), *loads]
@@ -324,7 +324,7 @@ class Residents:
             if self._lent is not None:
                 self.check_free()
             await self._begin(change, entry)
-            # Other loads and unloads need not wait for it: it stays next to the main model, in memory that is free.
+            # Other loads and unloads need not wait for it, because it uses free memory next to the main model.
             started = time.perf_counter()
             if await self._find_loaded(entry, spec) is None:
                 same = [model for model in self.now.models if is_same(model.entry, entry)]

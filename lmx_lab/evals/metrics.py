@@ -100,9 +100,9 @@ class Regex(Metric):
     """The answer matches a regular expression.
 
     Args:
-        pattern: A Python regular expression. Its first match must equal the expected text; if there are groups, the
-            first one that is part of this match: ``Regex(r"answer is (\\w+)")``. With None, the expected value is the
-            regular expression, and the answer must contain a match.
+        pattern: A Python regular expression. Its first match must equal the expected text. If the expression has
+            groups, the first group in this match is compared instead: ``Regex(r"answer is (\\w+)")``. With None, the
+            expected value is the regular expression, and the answer must contain a match.
     """
 
     name: ClassVar[str] = "regex"

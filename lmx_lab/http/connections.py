@@ -263,7 +263,7 @@ class HttpProtocol(H11Protocol):
             super().shutdown()
 
     def _adapt(self) -> None:
-        """Adapt the time limits, and how much is read at once, to the state of the connection."""
+        """Adapt the time limits and the size of reads to the state of the connection."""
         is_over = self._ending or self.transport.is_closing() or self.transport.get_protocol() is not self
         in_head = not is_over and self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if self._head_timer is not None and not in_head:
@@ -277,7 +277,7 @@ class HttpProtocol(H11Protocol):
             after_s, close = self.timeout_keep_alive, self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(after_s, close)
         if self.transport.get_protocol() is self:
-            # More if the rest of the body is not chunked, or is dropped.
+            # Reads are larger if the rest of the body is not chunked, or is dropped.
             is_plain = self._ending or (self._in_body and not self.cycle.response_complete and not self._is_chunked)
             # An attribute of asyncio's selector transports; with others, the amount of data is not limited.
             self.transport.max_size = 65_536 if is_plain else PIECE_BYTES  # type: ignore[attr-defined]

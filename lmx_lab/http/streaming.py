@@ -206,7 +206,7 @@ class SendWatch:
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
         self.sent_at = self._loop.time()
-        """Time of the loop at which data were sent last, by ``send`` or otherwise."""
+        """Time of the loop at which data were last sent, by ``send`` or by another function."""
         self._sending = 0
         """Number of ``send`` calls that wait for the client."""
         self.blocked_s = 0.0

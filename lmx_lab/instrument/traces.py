@@ -90,7 +90,7 @@ def traced(what: What) -> Traced:
 
     Raises:
         InvalidRequestError: the argument has none of the types in ``What``, the token ids of the answer are not known,
-            or it was steered.
+            or the answer was steered.
     """
     if isinstance(what, str):
         return Traced(text={"text": what})

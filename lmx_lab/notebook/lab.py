@@ -219,7 +219,7 @@ class Lab:
 
         Raises:
             ModelNotFoundError: there is no such model on the disk.
-            ModelBusyError: this lab or another one on this machine has it in memory or is loading it.
+            ModelBusyError: this lab or another lab of the home has it in memory or is loading it.
             InvalidRequestError: its files are not the lab's, or the server runs in another process.
         """
         if self._local is None:

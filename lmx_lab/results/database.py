@@ -152,7 +152,5 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[str], *, applic
 
 
 def digest(*parts: Any) -> str:
-    """Return the key of a row that is found by values of JSON: 32 hexadecimal digits. Other values count as their
-    ``repr``.
-    """
+    """Return the key of a row for values of JSON, 32 hexadecimal digits. The ``repr`` replaces any other value."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]

@@ -79,7 +79,7 @@ class Picture(Displayed):
 
 
 def svg_text(text: str) -> str:
-    """Return a text for an ``svg`` element. Control characters and others that XML does not have are escaped."""
+    """Return a text for an ``svg`` element, with control characters and others that XML does not allow escaped."""
     return html.escape(escape_text(text))
 
 

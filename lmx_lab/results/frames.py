@@ -323,7 +323,7 @@ def _listed_source(data: Any) -> RowSource:
         data = [data]
     values = None
     if not isinstance(data, bytes | Mapping | np.ndarray) and not hasattr(data, "columns"):
-        # Some objects only look like iterables, such as the texts of a series, ``series.str``.
+        # Some objects have ``__iter__`` but cannot be iterated, such as ``series.str``.
         with suppress(TypeError):
             values = iter(data)
     if values is None:
@@ -371,8 +371,8 @@ def has_text(value: object) -> bool:
 
 
 def to_table(data: Any) -> Any:
-    """Convert a column or an array to a table of its library, and record batches of pyarrow to a table. A lazy frame of
-    polars is collected.
+    """Convert a column or an array to a table of its library, and record batches of pyarrow to a table. Collect a lazy
+    frame of polars.
 
     An array of one dimension is a column. Other data is returned unchanged.
     """

@@ -183,7 +183,7 @@ class OtherPaths(BaseRoute):
     """The last route, which passes a request to the route with the most similar path.
 
     Clients build paths from a base URL with or without ``/v1``, and llama.cpp's server has most of its routes with and
-    without ``/v1``. HEAD, with which clients check that a server is there, is answered by the route for GET.
+    without ``/v1``. Clients use HEAD to check whether a server is available; the route for GET answers it.
 
     Args:
         routes: All other routes.
@@ -218,7 +218,7 @@ class OtherPaths(BaseRoute):
 
 
 def _end_at_body(send: Send) -> Send:
-    """Return a function that ends the response at the beginning of its body, because a stream may have no end."""
+    """Return a function that ends the response where its body begins, because a stream may have no end."""
     has_ended = False
 
     async def send_head(message: Message) -> None:

@@ -84,7 +84,9 @@ def field_names(body: ChatRequest | CompletionRequest) -> FieldNames:
 
 
 class RunningAnswers:
-    """The answers to a request, for writers whose chunks describe their state. Each is known from its first delta on.
+    """The answers to a request, for writers whose chunks describe their state.
+
+    An answer is available from its first delta on.
 
     Args:
         read: Returns the deltas of an answer.
@@ -94,10 +96,10 @@ class RunningAnswers:
         self._read = read
         self._answers: dict[int, Answer] = {}
         self._tokens = Counter[int]()
-        """Numbers of tokens of each choice so far."""
+        """Number of tokens of each choice so far."""
         self._prefills: dict[int, tuple[int, float, float]] = {}
-        """For each choice, the number of tokens of its prompt that were computed, and when that began and ended, in
-        seconds since its arrival."""
+        """For each choice, the number of computed prompt tokens, and the start and end of its prefill in seconds
+        after the arrival of the request."""
 
     def read(self, answer: Answer) -> AsyncIterator[Delta]:
         """Return the deltas of an answer; see ``AnswerRequest``."""
@@ -109,11 +111,11 @@ class RunningAnswers:
         return self._answers[index].prompt
 
     def timings(self, index: int, delta: Delta) -> Timings:
-        """Return the timings of a choice up to this delta. Called for each delta, in order."""
+        """Return the timings of a choice up to this delta. It must be called for each delta, in order."""
         answer, self._tokens[index] = self._answers[index], self._tokens[index] + delta.tokens
         now = time.perf_counter() - answer.steps.arrived_at
         if index not in self._prefills:
-            # Only once, because an answer may have thousands of steps.
+            # Computed only once, because an answer may have thousands of steps.
             steps = answer.steps.steps()
             computed = [step for step in steps if step.kind == "prefill"]
             began = next((step.end_s for step in steps if step.kind == "queued"), 0.0)

@@ -49,7 +49,7 @@ from lmx_lab.wire.completions import (
 from lmx_lab.wire.errors import ErrorBody
 
 LlamaAnswer = LlamaCompletion | dict[str, Any]
-"""The answer to one prompt, with ``response_fields`` only these members of it."""
+"""The answer to one prompt, or only the members of it that ``response_fields`` selects."""
 LLAMA = "A completion, a list if there are several or, with `stream: true`, events with parts of them"
 """Description of the response to llama.cpp's requests."""
 

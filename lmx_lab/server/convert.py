@@ -93,7 +93,7 @@ def part_text(part: OtherModel, *, asked_at: str | None = None) -> str:
 
 
 def plain_text(content: Any) -> str:
-    """Return the text of a content that was not validated: a text, parts, or data, which become JSON."""
+    """Return the text of content that was not validated: a text, parts, or data that is written as JSON."""
     given = result_text(content)
     if not isinstance(given, list):
         return "" if given is None else str(given)

@@ -54,7 +54,7 @@ class InferenceService:
     """Submits requests to the models in memory. It can be used on any event loop.
 
     Args:
-        requests: Receives the begin and the end of each request; the end on the loop that reads the answer.
+        requests: Receives the start and the end of each request. The end is reported on the loop that reads the answer.
         recording: Receives the generations that are recorded.
         keep_answers: Whether the end of a request contains its answer.
     """

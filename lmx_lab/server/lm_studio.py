@@ -1,6 +1,6 @@
 """LM Studio's lists of models, ``GET /api/v0/models`` and ``/api/v1/models``.
 
-Agents and editors, such as Zed, read from them which models are loaded, and the context length with which they are.
+Agents and editors such as Zed use these lists to find the loaded models and their context lengths.
 """
 
 from __future__ import annotations

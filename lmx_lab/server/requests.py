@@ -1,7 +1,7 @@
-"""The requests of a server, each with one begin and one end.
+"""The requests of a server, each with one start and one end.
 
-Those that run are listed at ``/admin/requests`` and can be stopped, the last ones are kept for ``/admin/timeline``, and
-each end is logged and reported once.
+Running requests are listed at ``/admin/requests`` and can be stopped. The last ones are kept for ``/admin/timeline``.
+Each end is logged and reported once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Part:
     number: int
     """Parts that began later have larger numbers."""
     id: str
-    """Id of the request, which all of its parts have. Requests of the notebook get one here."""
+    """Id of the request, shared by all of its parts. Requests of the notebook get one here."""
     caller: Caller
     kind: RequestKind
     model: str
@@ -226,7 +226,7 @@ class Requests:
         """Record and report the end of a part.
 
         Args:
-            tokens: Number of generated tokens that were delivered, which count if there is no report.
+            tokens: Number of generated tokens that were delivered, for the event of a part without a report.
         """
         self._running.pop(part, None)
         part.ended_at, part.outcome, part.code, part.report = time.perf_counter(), outcome, code, report
@@ -279,7 +279,7 @@ class Requests:
         """Return the last generations, oldest first.
 
         Args:
-            since: Those that ended before are left out. A value of ``time.perf_counter``.
+            since: Time of ``time.perf_counter``. Generations that ended before it are left out.
         """
         return [part for part in list(self._last) if part.ended_at is None or part.ended_at >= since]
 
@@ -299,7 +299,7 @@ class Requests:
         for parts in requests.values():
             first = parts[0]
             answers = [answer for part in parts if (answer := part.answer()) is not None]
-            # A request whose answers have not begun waits. Embeddings and reranks do not tell when they begin.
+            # A request is queued until one of its answers begins. Embeddings and reranks do not report when they begin.
             is_queued = first.kind in ("chat", "internal") and all(answer.progress is None for answer in answers)
             request = RunningRequest(
                 id=first.id,
@@ -339,7 +339,7 @@ class Requests:
                 part.stop()
         return found[0]
 
-    # Exchanges, of which ``http.middleware`` tells
+    # Exchanges, which ``http.middleware`` reports
 
     def begin_exchange(self, scope: Scope) -> None:
         # Without a reader, a connection with many requests would only collect their ends.
@@ -360,8 +360,8 @@ class Requests:
 def _log(exchange: Exchange, status: int | None) -> None:
     """Log a line for each end of an exchange, or one for the exchange if it has none.
 
-    ``GET`` requests, such as those of panels, are logged only if they fail, and those of ``/readyz`` and ``/health``
-    never: 503 is their answer while no model is loaded.
+    ``GET`` requests, such as those of panels, are logged only if they fail. Those of ``/readyz`` and ``/health`` are
+    never logged, because their response is 503 while no model is loaded.
     """
     scope = exchange.scope
     is_read = scope.get("method") in ("GET", "HEAD", "OPTIONS")

@@ -145,7 +145,7 @@ class RequestSpans:
         attributes: Attributes,
         times: tuple[float, float],
     ) -> None:
-        # The times of spans are those of another clock.
+        # The times of spans are measured with another clock.
         offset_ns = time.time_ns() - round(time.perf_counter() * 1e9)
         first, (began_at, ended_at) = ends[0], times
         attributes |= call_attributes(first)

@@ -249,7 +249,7 @@ class _Conversation:
         """Add the result of a tool.
 
         Args:
-            call_id: The id of its call; None or an empty text if it is not known.
+            call_id: Id of its call; None or an empty text if it is not known.
         """
         if not call_id:
             left = [(id_, name) for id_, name in self._latest if self._waiting.get(id_)]

@@ -405,7 +405,7 @@ class ModelFiles:
     kept: tuple[str, ...] = ()
     """Files of the same model that are not deleted here, such as those of Ollama, each with the reason."""
     unknown: tuple[str, ...] = ()
-    """Running labs that did not say which models they use, each with the reason."""
+    """Running labs that did not list the models that they use, each with the reason."""
     deleted: bool = False
 
     @property

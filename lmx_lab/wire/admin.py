@@ -129,8 +129,8 @@ class ModelRecords(BaseModel):
     problem: str | None = None
     """Why ``models`` may be incomplete or out of date, such as a disk that does not respond."""
     in_use: dict[str, str] = {}
-    """The paths of models in memory or being loaded, drafts included, each with the id of the model that is unloaded to
-    free them. Empty for callers on other machines."""
+    """The files of models in memory or being loaded and of their draft models: for each path, the id of the model to
+    unload. Empty for callers on other machines."""
 
 
 def load_spec(model: str, options: LoadOptions) -> LoadSpec:

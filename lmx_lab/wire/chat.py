@@ -247,8 +247,8 @@ class ChatRequest(CompatibleFields):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     post_sampling_probs: bool | None = None
-    """Whether the answer has the probabilities with which tokens are drawn, after the temperature, top-p, min-p and
-    top-k, in place of log-probabilities; as in llama.cpp."""
+    """Whether the answer has the probabilities with which tokens are sampled, after the temperature, top-p, min-p and
+    top-k, instead of log-probabilities, as in llama.cpp."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     """Null means ``auto``."""
@@ -401,7 +401,7 @@ class TokenLogprobs(TopLogprob):
 
 
 class TopProb(BaseModel):
-    """A token and the probability with which it is drawn."""
+    """A token and the probability with which it is sampled."""
 
     token: str
     prob: float
@@ -412,7 +412,7 @@ class TokenProbs(TopProb):
     """A token of the answer and its alternatives, with ``post_sampling_probs``."""
 
     top_probs: list[TopProb]
-    """The most likely tokens. Tokens that are never drawn are left out."""
+    """The most likely tokens. Tokens that are never sampled are left out."""
 
 
 class ChoiceLogprobs(BaseModel):
@@ -474,7 +474,7 @@ class ChatChunk(AnswerHead):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: Timings | None = None
-    """Timings of the choice that ends with this chunk; in other chunks those so far, if requested."""
+    """Timings of the choice that ends with this chunk; in other chunks, the timings so far if requested."""
     prompt_token_ids: list[int] | None = None
     """In the first chunk with tokens of the answer, if requested."""
 

@@ -25,7 +25,7 @@ from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
 
 PROMPT_LIMIT = 1024
 RANDOM_SEEDS = (-1, 2**32 - 1)
-"""Numbers with which llama.cpp means a random seed."""
+"""Values of ``seed`` for which llama.cpp chooses a random seed."""
 # Named types, because members of a union must be hashable, and FailFast is not.
 TokenIds = TypeAliasType(
     "TokenIds",
@@ -186,8 +186,8 @@ class Completion(AnswerHead):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     timings: Timings | None = None
-    """Timings of all choices, as in ``ChatCompletion``, or of the choice that ends with this chunk; in other chunks
-    those so far, if requested."""
+    """Timings of all choices, as in ``ChatCompletion``, or of the choice that ends with this chunk; in other chunks,
+    the timings so far if requested."""
 
 
 class ExtraText(LenientModel):
@@ -230,8 +230,8 @@ class LlamaRequest(LenientModel):
     n_probs: Alternatives | None = None
     """Number of alternatives to return for each token; 0 returns no log-probabilities."""
     post_sampling_probs: bool | None = None
-    """With ``n_probs``: whether to return the probabilities with which tokens are drawn, after the temperature, top-p,
-    min-p and top-k, in place of log-probabilities."""
+    """With ``n_probs``: whether to return the probabilities with which tokens are sampled, after the temperature,
+    top-p, min-p and top-k, instead of log-probabilities."""
     input_prefix: str = ""
     """The text before the gap, for ``/infill``."""
     input_suffix: str = ""

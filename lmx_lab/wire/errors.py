@@ -87,8 +87,8 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
     """
     problem = problems[0]
     if problem["loc"] and _is_union_type(problem["loc"][-1]):
-        # The type of the union that most likely was intended: the one that matched the longest path; of two equal
-        # ones, the one without a wrong type.
+        # The member of the union that was most likely intended is the one that matched the longest path. Of several
+        # such members, it is one without a wrong type.
         union = problem["loc"][:-1]
         alternatives = [each for each in problems if each["loc"][: len(union)] == union]
         problem = max(alternatives, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))

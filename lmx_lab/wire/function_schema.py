@@ -126,8 +126,9 @@ def function_schema(function: Callable[..., Any]) -> FunctionSchema:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function as a tool: its own, for a partial object that of its function, and for an object
-    that can be called that of its class.
+    """Return the name of a function as a tool.
+
+    A partial object has the name of its function, and a callable object that of its class.
     """
     function = getattr(function, "func", function)
     name: str = getattr(function, "__name__", type(function).__name__)
@@ -135,7 +136,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _called(function: Callable[..., Any]) -> Any:
-    """Return the function behind a partial object, or behind an object that can be called."""
+    """Return the function that a partial object or a callable object calls."""
     function = getattr(function, "func", function)
     is_itself = inspect.isroutine(function) or inspect.isclass(function) or hasattr(function, "__wrapped__")
     return function if is_itself else type(function).__call__
@@ -210,7 +211,7 @@ def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
     The docstring can be in the style of Google, numpy or Sphinx.
     """
-    # A partial object has the docstring of its class. That of an object describes the class more often than the call.
+    # A partial object has the docstring of its class. The docstring of a callable object usually describes its class.
     text = inspect.getdoc(_called(function)) or inspect.getdoc(getattr(function, "func", function)) or ""
     found: list[Docstring] = []
     for parse in (_GOOGLE.parse, numpydoc.parse, rest.parse):

@@ -89,7 +89,7 @@ class GenerationFields(FormatModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repeat_last_n: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    """Number of last tokens of the output that the penalties count; -1 means all, and 0 turns the penalties off."""
+    """Number of tokens at the end of the output that the penalties count; -1 counts all, and 0 turns them off."""
     logit_bias: Biases | None = None
     seed: Annotated[int, WHOLE] | None = None
     n: Choices | None = None

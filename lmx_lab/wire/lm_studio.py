@@ -1,4 +1,4 @@
-"""Pydantic models of LM Studio's lists of models, in the versions 0 and 1 of its own API."""
+"""Pydantic models of LM Studio's lists of models, in versions 0 and 1 of its own API."""
 
 from __future__ import annotations
 

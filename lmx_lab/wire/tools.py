@@ -122,7 +122,7 @@ def tag(value: Any, tags: Mapping[str, str], default: str | None = None) -> str:
 
 
 def _read_tool(tool: Any) -> Any:
-    """Return a function in this format that is written as in the Responses or in the Messages format, as by Cursor."""
+    """Convert a function from the Responses or the Messages format, which Cursor sends, to this format."""
     match tool:
         case {"function": _}:
             return tool

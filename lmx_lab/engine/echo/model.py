@@ -196,7 +196,7 @@ class AnswerSampler:
         self._on_text = True
         """Whether all chosen tokens are those of the text."""
         self._counts = Counter[int]()
-        """Numbers of occurrences of the tokens that penalties count."""
+        """Number of occurrences of each token that the penalties count."""
         self._counted = deque[int]()
         """These tokens, oldest first."""
         # Any integer is a valid seed; None always gives the same one, so answers are reproducible.
@@ -234,7 +234,7 @@ class AnswerSampler:
     def logprob(
         self, scores: Scores, token: int, top: int, named: Sequence[int] = (), *, after_sampling: bool = False
     ) -> TokenLogprob:
-        """Return the log-probability of a token by these scores, with ``top`` alternatives and named tokens.
+        """Return the log-probability of a token under these scores, with ``top`` alternatives and named tokens.
 
         Args:
             after_sampling: See ``GenerationRequest``.

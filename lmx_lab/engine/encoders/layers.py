@@ -147,8 +147,8 @@ def attend(
         if window is not None and max(stop - low, high - start) - 1 > window:
             distance = mx.abs(mx.arange(start, stop)[:, None] - mx.arange(low, high)[None])
             near = distance <= window
-            # Padding far from any text attends to itself: a softmax over nothing is NaN, which no later mask can
-            # remove.
+            # Padding far from any text attends to itself, because a softmax over nothing is NaN, and no later mask
+            # removes it.
             seen = near if seen is None else (seen & near) | (distance == 0)
         part = mx.fast.scaled_dot_product_attention(
             queries[:, :, start:stop],

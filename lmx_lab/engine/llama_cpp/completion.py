@@ -64,8 +64,8 @@ def sampling(
     """Return all sampling parameters, because llama.cpp's defaults differ from those of ``Sampling``.
 
     Penalties count the output, but llama.cpp counts the last ``repeat_last_n`` tokens of prompt and output. For a
-    frequency penalty, a bias undoes the effect of the prompt. This is exact if all tokens are counted. It is not
-    possible otherwise and for the other penalties, see ``needs_steps``.
+    frequency penalty, a bias undoes the effect of the prompt. This is exact if all tokens are counted. In other
+    cases and for the other penalties it is not possible; see ``needs_steps``.
 
     Args:
         prompt: The tokens before the output.
@@ -117,8 +117,8 @@ def needs_steps(request: GenerationRequest, grammar: str | None) -> bool:
     """Return whether each token of an answer needs its own request, in which the penalties count the output before it.
 
     An answer in a grammar cannot be continued by another request. There, a presence penalty does not apply to tokens of
-    the prompt, and with a repetition penalty, all penalties count the last ``FORMAT_WINDOW`` tokens. With
-    ``Sampling.repeat_last_n``, they count this number of tokens.
+    the prompt, and with a repetition penalty, all penalties count the last ``FORMAT_WINDOW`` tokens of prompt and
+    output. If ``Sampling.repeat_last_n`` is set, all penalties count this number of them.
     """
     chosen = request.sampling
     is_exact = chosen.repetition_penalty == 1 and chosen.presence_penalty == 0 and chosen.repeat_last_n < 0
@@ -459,7 +459,7 @@ def _logprob(entry: Mapping[str, Any], top: int = 0, named: Sequence[int] = ()) 
     data = bytes(entry["bytes"])
     # All tokens, if some are named.
     others = list(entry.get("top_logprobs") or ())
-    # Tokens that are never drawn are among the probabilities after sampling, too.
+    # The probabilities after sampling also contain tokens that are never sampled.
     others += [other for other in entry.get("top_probs") or () if other["prob"] > 0]
     found = {other["id"]: other for other in others if other["id"] in named} if named else {}
     return TokenLogprob(

@@ -251,8 +251,8 @@ def plan_load(
         longest = bisect_left(longer, True, key=partial(is_too_long, requests=requests))
         contexts.append(LargestContext(requests=requests, context_length=longest))
     layers = _layers(models, spec)
-    # The weights that are read for each token: one row of the embeddings, unless they are also the last layer, and of
-    # experts the part that is used.
+    # The weights that are read for each token. Of the embeddings, this is one row unless they are also the last layer.
+    # Of the experts, it is the part that is used.
     used, experts = _value(header, "expert_used_count") or 0, _value(header, "expert_count") or 0
     is_tied = all(tensor.name != "output.weight" for tensor in header.tensors)
     read_bytes = 0.0

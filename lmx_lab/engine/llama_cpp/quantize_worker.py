@@ -142,7 +142,7 @@ def measure(header: GgufHeader, target: Path, type_name: QuantizedType, ggml: Gg
                 model.compute(tokens[position : position + CHUNK_TOKENS], position, outputs=True)
         logarithms: list[Doubles] = []
         for model in (original, copy):
-            # Of the next token's probabilities.
+            # Log-probabilities of the next token.
             values = model.logits(position % CHUNK_TOKENS).astype(np.float64)
             values -= values.max()
             values -= math.log(float(np.exp(values).sum()))

@@ -112,8 +112,8 @@ class Room:
             self.evict(excess_bytes)
 
     def shortage(self, needed_bytes: int, *, tokens: int) -> ContextLengthError | None:
-        """Free memory for a text beside the answers, if it is short; return the error of the text if that is not
-        enough, and None if there is enough.
+        """Free memory for a text beside the running answers if needed. Return an error if there is still too little,
+        and None otherwise.
         """
         if (excess := self.used_bytes + needed_bytes - self.limit_bytes) > 0:
             self.free(excess)

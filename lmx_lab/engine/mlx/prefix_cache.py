@@ -4,12 +4,12 @@ Each turn of a session repeats the turns before it, and many requests share a sy
 too; this one is limited in bytes, counts a hit as a use, and always leaves one token to compute.
 
 Everything runs on the engine thread, but files are read and written by other threads. The engine thread only copies
-arrays, in pieces between the steps of the batch: to the writing thread through a bounded queue, and from the files that
-were read. A state that was read is stored in the cache in memory, where the request that waits for it finds it.
+arrays, in pieces between the steps of the batch. It passes them to the writing thread through a bounded queue, and
+copies them from files that another thread has read. A state from disk is stored in the cache in memory, where the
+request that waits for it finds it.
 
-For a file, a state is converted to tensors, and back. Caches of keys and values are cut into blocks of tokens, so that
-a file may continue another one and no tensor is large. Other caches, such as recurrent states and sliding windows, are
-stored whole.
+A file contains a state as tensors. Caches of keys and values are cut into blocks of tokens, so that a file may continue
+another one and no tensor is large. Other caches, such as recurrent states and sliding windows, are stored whole.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class PrefixRead:
 
     Args:
         files: The files of the state, in the order of their tokens; none if there is nothing to read.
-        reading: The work that reads their tensors.
+        reading: Future with the tensors of these files.
     """
 
     def __init__(
@@ -480,7 +480,7 @@ class DiskPrefixes:
             tokens = read.files[-1].tokens
             prefixes.store(tokens, state, scope=read.files[-1].scope)
             read.tokens = len(tokens)
-        # The tensors are not needed by the requests that refer to it.
+        # The requests that refer to it do not need its tensors.
         read.done, read.reader, read.reading = True, None, None
         self._read = None
 

@@ -49,7 +49,7 @@ class Drafter(ABC):
     drafts_always: ClassVar[bool]
     """Whether there is a draft for every pass."""
     first_draft: ClassVar[int]
-    """Number of tokens of the first draft, and the minimum that a draft is shortened to after rejections."""
+    """Number of tokens of the first draft, and the minimum length of a draft after rejections."""
 
     def __init__(self) -> None:
         self.drafted = 0

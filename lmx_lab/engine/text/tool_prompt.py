@@ -92,8 +92,8 @@ def write_tools_as_text(
 
 
 def unmatched_results(messages: Iterable[Mapping[str, Any]]) -> Iterator[int]:
-    """Yield the indices of results of tools without a call, as in a shortened conversation, or with a call whose result
-    came before.
+    """Yield the indices of tool results that have no call, as in a shortened conversation, or whose call already has
+    a result.
     """
     waiting = Counter[str | None]()
     for at, message in enumerate(messages):
@@ -107,7 +107,7 @@ def unmatched_results(messages: Iterable[Mapping[str, Any]]) -> Iterator[int]:
 
 
 def write_unmatched_results(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the conversation with results of tools without a call as messages of the user, which name the tool."""
+    """Return the conversation with each unmatched result as a message of the user that names the tool."""
     written = list(messages)
     for at in unmatched_results(messages):
         tool = f"the tool {written[at]['name']}" if written[at].get("name") else "a tool"
@@ -118,9 +118,9 @@ def write_unmatched_results(messages: Sequence[Mapping[str, Any]]) -> Sequence[M
 def alternate(messages: Iterable[Mapping[str, Any]], *, system: bool) -> list[dict[str, Any]]:
     """Return a conversation in the form that the strictest chat templates accept.
 
-    Messages of the user and of the assistant alternate, beginning with the user, of whom there is at least one message,
-    unless there are none: consecutive messages of a role are joined, and empty messages are added. A system message is
-    the first one or a part of the user's message after it. Arguments of calls are objects.
+    Messages of the user and the assistant alternate, and the first one is from the user. For this, consecutive messages
+    of a role are joined, and empty messages are added. A conversation that is not empty has a message of the user. A
+    system message is the first one or a part of the user's message after it. Arguments of calls are objects.
 
     Args:
         system: Whether the template supports a system message.
@@ -135,7 +135,7 @@ def alternate(messages: Iterable[Mapping[str, Any]], *, system: bool) -> list[di
         for call in calls:
             arguments = call["function"]["arguments"]
             if isinstance(arguments, str):
-                # Of a call that was cut off, the part that can be read.
+                # If the call was cut off, the part that is valid JSON is kept.
                 with suppress(ValueError):
                     arguments = from_json(arguments, allow_partial="trailing-strings")
                 arguments = arguments if isinstance(arguments, dict) else {"arguments": arguments}
