@@ -100,7 +100,7 @@ def test_objects_that_are_not_tables_are_refused_with_the_remedy(lab):
         lab.map({"text": WORDS}, "{text}")
     with pytest.raises(InvalidRequestError, match=r"a function reads the column 'a:b': lambda row: row\['a:b'\]"):
         lab.map(pd.DataFrame({"a:b": WORDS}), "{a:b}")
-    # The text of an object without one would be its address.
+    # The default text of an object is its address.
     rows = pd.DataFrame({"text": pd.Series([object(), "a"], dtype="object")})
     answers = lab.map(rows, "{text}")
     assert "has no text" in answers["error"][0]

@@ -130,7 +130,7 @@ def two_sessions(url):
 
 @contextlib.contextmanager
 def long_answers(url):
-    """Yield sessions of different replicas, which answer within the block; at its end, the answers have ended."""
+    """Yield sessions of different replicas that answer during the block. It ends when their answers have ended."""
     sessions = two_sessions(url)
     threads = [threading.Thread(target=each.chat, args=(LONG,)) for each in sessions]
     for thread in threads:

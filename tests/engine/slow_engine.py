@@ -89,7 +89,7 @@ class Lab:
         return self.manager.engines.get("echo")
 
     async def begin_load(self, model):
-        """Return the task of a load that the engine performs, but finishes only when ``resume`` is set."""
+        """Return the task of a load that the engine has begun and finishes only when ``resume`` is set."""
         self.engine.resume.clear()
         before = len(self.engine.specs)
         load = asyncio.create_task(self.manager.load(LoadSpec(model=model)))

@@ -49,13 +49,13 @@ async def test_a_complete_answer_is_reported_once(watched):
 
 @pytest.mark.parametrize("finish", ["stop", "tool_calls"])
 @pytest.mark.parametrize("end", [Answer.read, Answer.aclose])
-async def test_an_answer_that_was_complete_is_reported_with_its_reason_also_when_it_is_closed(watched, finish, end):
+async def test_a_complete_answer_is_reported_with_its_reason_even_if_it_is_closed(watched, finish, end):
     watched.mailbox.deliver(report(finish=finish))
     await end(watched.answer)
     assert watched.ends == [(finish, None, 0)]
 
 
-async def test_all_deltas_are_merged_and_kept_if_this_is_wanted(watched):
+async def test_all_deltas_are_merged_and_kept_if_requested(watched):
     watched.answer.deltas = []
     parts = [
         Delta(text="", tokens=1, reasoning="h"),

@@ -360,7 +360,7 @@ def test_the_requests_of_clients_of_llama_cpp_are_answered(http, path, body):
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(-1, None), (2**32 - 1, None), (7, 7)])
-def test_llama_cpp_means_a_random_seed_with_minus_one(seed, expected):
+def test_llama_cpps_values_for_a_random_seed_are_converted(seed, expected):
     converted, ignored = LlamaRequest.model_validate({"prompt": "hello", "seed": seed}).converted(infill=False)
     assert (converted.seed, ignored) == (expected, [])
 

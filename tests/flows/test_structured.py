@@ -64,8 +64,8 @@ RECURSIVE = {
     ),
     "any type with a format": (closed(ip={"format": "ipv4"}), '{"ip": "127.0.0.1"}'),
 }
-"""Schemas with references or of any size, and a value of each. The contract of engines has those whose answers end on a
-model with random weights too.
+"""Schemas with references or of any size, and a value of each. The contract tests of engines have the schemas whose
+answers also end on a model with random weights.
 """
 
 

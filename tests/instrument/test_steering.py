@@ -70,7 +70,7 @@ def test_vectors_of_any_type_are_copied_to_float32(values):
 
 
 @pytest.mark.parametrize("path", [None, 3, b"a.safetensors", "a\0b", "~nobody-of-that-name/a"])
-def test_other_values_than_paths_are_refused(path):
+def test_values_that_are_not_paths_are_refused(path):
     for use in (Steer.load, Steer(0, [1.0]).save):
         with pytest.raises(InvalidRequestError, match="is not a path of a file"):
             use(path)

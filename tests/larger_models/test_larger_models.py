@@ -1,6 +1,6 @@
-"""Two larger models on llama.cpp: tools, schemas, gaps in code, long prompts, sliding windows, a large vocabulary.
+"""Two larger models on llama.cpp: tools, schemas, infilling, long prompts, sliding windows, a large vocabulary.
 
-``make test-models`` fetches them and runs these tests; others skip them.
+``make test-models`` fetches them and runs these tests. Other runs skip the tests if the models are missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PERSON = {
     "additionalProperties": False,
 }
 ROUNDING = 0.15
-"""Largest difference of a log-probability: llama.cpp computes texts of other lengths with other kernels."""
+"""Largest difference of a log-probability, because llama.cpp computes texts of other lengths with other kernels."""
 FACT = "The code of the blue door is 7351. "
 FILLER = "The garden has roses, and nobody has counted them since the spring. "
 
@@ -108,7 +108,7 @@ def test_a_call_that_is_required_is_made(qwen, choice):
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
 
 
-def test_a_schema_is_filled_with_what_the_text_says(qwen):
+def test_a_schema_is_filled_with_the_facts_of_the_text(qwen):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     asked = [{"role": "user", "content": "Ada Lovelace is 36 years old. Give her name and age as JSON."}]
     content = chat(qwen, asked, response_format=form)["choices"][0]["message"]["content"]
@@ -122,7 +122,7 @@ def test_a_gap_in_code_is_filled(qwen):
     assert post(qwen, "/v1/completions", **body)["choices"][0]["text"].startswith("a + b")
 
 
-def test_a_fact_at_the_beginning_of_a_long_prompt_is_found_and_its_prefix_again(qwen):
+def test_a_fact_at_the_start_of_a_long_prompt_is_found_and_its_prefix_is_reused(qwen):
     text = FACT + FILLER * 250
     first = [{"role": "user", "content": f"{text}\nWhat is the code of the blue door?"}]
     one = chat(qwen, first)
@@ -147,7 +147,7 @@ def test_a_base_model_continues_a_text(gemma):
     assert answer["choices"][0]["text"].startswith(" Italy")
 
 
-def test_texts_of_many_languages_are_the_same_after_tokens(gemma):
+def test_texts_of_many_languages_are_unchanged_after_tokenizing(gemma):
     text = "Grüße, 世界! नमस्ते 🙂 العربية\n\n\tdef f(x): return x"
     tokens = post(gemma, "/tokenize", content=text)["tokens"]
     assert post(gemma, "/detokenize", tokens=tokens)["content"] == text

@@ -1,4 +1,4 @@
-"""Test labs in this process: who runs their loop, and models that were unloaded because they were idle."""
+"""Test labs in this process: the thread that runs their loop, and models that were unloaded because they were idle."""
 
 import asyncio
 import shutil

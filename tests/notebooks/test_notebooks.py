@@ -213,7 +213,7 @@ def outputs_of(notebook, home, folder, **parameters):
     Only the packages that ``make lab`` installs can be imported, although the tests need others.
 
     Args:
-        parameters: Replace the values of the cell with the parameters, which has them all.
+        parameters: New values of parameters; the notebook's cell of parameters must define each of them.
     """
     blocked = sorted(modules_outside(*OF_MAKE_LAB))
     notebook.cells.insert(0, nbformat.v4.new_code_cell(BLOCK.format(blocked)))

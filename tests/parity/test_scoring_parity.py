@@ -17,7 +17,7 @@ from tests.support.gguf import starter_gguf  # noqa: E402
 CHOICES = 4
 BATCH = 40
 LARGEST_MEAN_DIFFERENCE = 0.1
-"""Of the log-probabilities of choices. llama.cpp quantizes activations, and MLX computes in float32."""
+"""Mean difference of the log-probabilities of choices. llama.cpp quantizes activations, and MLX computes in float32."""
 TABLES = {
     "The capital of {} is": (
         "France Paris, Italy Rome, Spain Madrid, Japan Tokyo, Egypt Cairo, Russia Moscow, Greece Athens, Austria "
@@ -103,7 +103,7 @@ def expected(file):
 
 
 @pytest.mark.parametrize("engine", ["mlx", "llama.cpp"])
-def test_as_many_of_200_answers_are_right_as_with_transformers(engine, file, expected):
+def test_the_number_of_right_answers_of_200_is_that_of_transformers(engine, file, expected):
     rows = list(questions())
     right = sum(
         row["options"][scores.index(max(scores))] == row["right"] for row, scores in zip(rows, expected, strict=True)
@@ -113,7 +113,7 @@ def test_as_many_of_200_answers_are_right_as_with_transformers(engine, file, exp
             rows, "{prompt}", answer="right", metric=Choice("options", chat_template=False), store=False
         )
     assert len(rows) == 200
-    assert 80 <= right <= 190, "with easier or harder questions the number says little"
+    assert 80 <= right <= 190, "the questions are too easy or too hard to compare engines"
     assert abs(ours.score.mean * len(rows) - right) <= 1
     pairs = [
         (one, other)

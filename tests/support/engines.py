@@ -363,7 +363,7 @@ def chat_request(
 
 
 def toward(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
-    """Return the request with a bias by which its answer begins with these tokens, which must all be different."""
+    """Return the request with a bias that makes its answer begin with these tokens, which must all be different."""
     assert len(set(tokens)) == len(tokens)
     bias = tuple((token, 1000.0 - 20 * at) for at, token in enumerate(tokens))
     return replace(request, sampling=Sampling(temperature=0, logit_bias=bias, frequency_penalty=1000))

@@ -55,7 +55,7 @@ async def read_answer(backend: Backend, request: ChatRequest) -> FinishedAnswer:
 
 @contextmanager
 def running_answer(lab: Lab, **parameters: Any) -> Iterator[Iterator[str]]:
-    """Yield the rest of an answer that has begun; by default it runs until the end of the block."""
+    """Yield the rest of a running answer. By default, the answer does not end before the block."""
     with contextlib.closing(lab.chat("hello", stream=True, **(parameters or ENDLESS))) as stream:
         # Iterated once, because the end of an iteration ends the answer.
         pieces = iter(stream)

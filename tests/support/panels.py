@@ -256,7 +256,7 @@ class Page(HTMLParser):
 
 @contextmanager
 def panels_of(backend: Backend) -> Iterator[Workbench]:
-    """Yield a quick workbench, whose panels show this lab."""
+    """Yield a workbench with short intervals, whose panels show this lab."""
     workbench = Workbench(backend, **QUICK)
     try:
         yield workbench

@@ -408,10 +408,10 @@ async def test_the_token_that_ends_the_text_is_marked_and_has_no_text(model):
         (Sampling(temperature=1.0, top_p=1e-9, seed=3), 1),
     ],
 )
-async def test_logprobs_after_sampling_are_those_with_which_tokens_are_drawn(model, sampling, kept):
+async def test_logprobs_after_sampling_are_those_of_the_sampled_distribution(model, sampling, kept):
     (plain,) = await logprobs(model, top_logprobs=5, max_tokens=1)
     (entry,) = await logprobs(model, top_logprobs=5, max_tokens=1, sampling=sampling, after_sampling=True)
-    # Without a temperature, the probabilities of the tokens that remain are in the ratio that they had before.
+    # Except for the temperature, the ratios of the remaining probabilities are unchanged.
     weights = [math.exp((one.logprob - plain.top[0].logprob) / (sampling.temperature or 1)) for one in plain.top[:kept]]
     drawn = {one.token: math.exp(one.logprob) for one in entry.top}
     assert list(drawn) == [one.token for one in plain.top[:kept]]

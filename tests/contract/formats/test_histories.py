@@ -217,7 +217,7 @@ def test_a_history_with_anything_is_answered(form, fields, texts, lab, http):
 )
 @each_format("history")
 def test_a_result_of_a_tool_without_its_call_is_read(form, history, lab, http):
-    """Clients shorten long conversations, and then send results whose calls they have left out."""
+    """Clients shorten long conversations, and then send results without their calls."""
     messages = [{**message, "content": message["content"] or ""} for message in history]
     form.streamed(http, Request(messages=messages))
     assert "<tool_response>\nnoon\n</tool_response>" in prompt_of(lab, http) or NOTED in prompt_of(lab, http)
@@ -244,7 +244,7 @@ def test_the_id_of_a_call_that_is_not_in_the_conversation_is_named(name, field, 
         assert (field in response.headers.get("x-lmx-ignored", "").split(", ")) is is_named
 
 
-def test_a_response_may_be_continued_with_the_result_of_a_call_that_it_does_not_contain(lab, http):
+def test_a_response_may_be_continued_with_the_result_of_an_unknown_call(lab, http):
     form = BY_NAME["responses"]
     first = form.post(http, Request()).json()["id"]
     fields = {"previous_response_id": first, "input": [USER, output(id="zz")]}

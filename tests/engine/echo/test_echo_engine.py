@@ -1,5 +1,5 @@
-"""What the echo engine says. What it has in common with the other engines is in ``tests/contract/engines``; calls,
-and errors after a text, are in ``tests/contract/formats``.
+"""Tests of the answers of the echo engine. ``tests/contract/engines`` tests its common behavior with other engines, and
+``tests/contract/formats`` tests calls and errors after a text.
 """
 
 import asyncio

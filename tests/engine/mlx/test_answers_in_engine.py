@@ -157,7 +157,7 @@ async def test_the_first_two_grammars_may_be_compiled_at_the_same_time(own_manag
     assert answer[2].text in ("yes", "no")
 
 
-async def test_an_answer_whose_text_is_forced_takes_one_token_of_each_step_and_delays_no_other(manager):
+async def test_an_answer_with_a_forced_text_has_one_token_in_each_step_and_delays_no_other(manager):
     # The whole text is forced: after each token, the format allows exactly one.
     text = "the sea is wide and deep " * 40
     forced_request = request(max_tokens=100, answer_format=AnswerFormat(kind="regex", text=text))
