@@ -6,10 +6,12 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 from lmx_lab.urls import LOOPBACK_FOR, local_url
@@ -38,7 +40,14 @@ def record_lab(home: Path, host: str, port: int) -> Callable[[], None]:
     If the home cannot be written to, the lab runs without a record.
     """
     file = home.resolve() / FOLDER / f"{socket.gethostname()}-{port}.json"
-    content = {"machine": socket.gethostname(), "host": host, "port": port, "pid": os.getpid()}
+    content = {
+        "machine": socket.gethostname(),
+        "host": host,
+        "port": port,
+        "pid": os.getpid(),
+        # Distinguishes it from a later lab of this process at the same port.
+        "id": secrets.token_hex(8),
+    }
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         # Written atomically, because another process may read it. A file of an earlier lab at this port is replaced.
@@ -58,34 +67,43 @@ def record_lab(home: Path, host: str, port: int) -> Callable[[], None]:
 def running_labs(home: Path) -> list[RunningLab]:
     """Return the running labs of a home on this machine, sorted by port. Remove the records of labs that have ended."""
     found: dict[Path, RunningLab] = {}
+    records: dict[Path, bytes] = {}
     for file in (home / FOLDER).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads(file.read_bytes())
+            content = json.loads(record := file.read_bytes())
             # A home may be on a disk that several machines share.
             if content["machine"] == socket.gethostname() and file.stat().st_uid == os.geteuid():
                 found[file] = RunningLab(host=str(content["host"]), port=int(content["port"]), pid=int(content["pid"]))
+                records[file] = record
     if not found:
         return []
     with ThreadPoolExecutor(16, thread_name_prefix="lmx-lab-probe") as pool:
         probes = dict(zip(found, pool.map(lambda lab: is_lab(lab.host, lab.port), found.values()), strict=True))
     for file, answer in probes.items():
         if answer is False:
+            # A lab may have started at this port since the record was read.
             with contextlib.suppress(OSError):
-                file.unlink()
+                if file.read_bytes() == records[file]:
+                    file.unlink()
     return sorted((lab for file, lab in found.items() if probes[file]), key=lambda lab: lab.port)
 
 
 def is_lab(host: str, port: int) -> bool | None:
-    """Return whether a lab listens at this port of this machine; None if there is no answer in time."""
+    """Return whether a lab listens at this port of this machine.
+
+    None if this is not known: there is no answer in time or no connection, or the server has too many connections.
+    """
     connection = http.client.HTTPConnection(LOOPBACK_FOR.get(host, host), port, timeout=PROBE_S)
     try:
         connection.request("HEAD", "/healthz")
         answer = connection.getresponse()
+        if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
+            return None
         # The daemon also sends this header, but has no route /healthz.
         return answer.status == 200 and answer.getheader("x-lmx-lab") is not None
-    except TimeoutError:
-        return None
-    except (OSError, http.client.HTTPException):
+    except (ConnectionError, http.client.HTTPException):
         return False
+    except OSError:
+        return None
     finally:
         connection.close()

@@ -3,7 +3,11 @@
 import json
 import os
 import socket
+from threading import Thread
 
+import pytest
+
+from lmx_lab import running
 from lmx_lab.running import FOLDER, RunningLab, record_lab, running_labs
 from tests.support.labs import serving
 from tests.support.sockets import free_port
@@ -47,6 +51,43 @@ def test_the_record_of_a_later_lab_at_the_same_port_is_not_removed(tmp_path):
         file.write_text(json.dumps(content))
         assert running_labs(tmp_path) == [RunningLab(host="127.0.0.1", port=lab.server.port, pid=1)]
     assert file.exists()
+
+
+def test_the_record_of_a_later_lab_of_the_same_process_is_not_removed(tmp_path):
+    remove, remove_later = (record_lab(tmp_path, "127.0.0.1", 8400) for _ in range(2))
+    remove()
+    assert len(list((tmp_path / FOLDER).iterdir())) == 1
+    remove_later()
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_a_record_that_was_replaced_since_it_was_read_is_kept(tmp_path, monkeypatch):
+    def replace(host, port):
+        record_lab(tmp_path, host, port)
+        return False
+
+    record_lab(tmp_path, "127.0.0.1", 8400)
+    monkeypatch.setattr(running, "is_lab", replace)
+    assert running_labs(tmp_path) == []
+    assert len(list((tmp_path / FOLDER).iterdir())) == 1
+
+
+@pytest.mark.parametrize(("status", "kept"), [("429 Too Many Requests", 1), ("404 Not Found", 0)])
+def test_the_record_of_a_lab_with_too_many_connections_is_kept(tmp_path, status, kept):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(f"HTTP/1.1 {status}\r\nx-lmx-lab: 1\r\ncontent-length: 0\r\n\r\n".encode())
+
+        thread = Thread(target=refuse, daemon=True)
+        thread.start()
+        record_lab(tmp_path, "127.0.0.1", server.getsockname()[1])
+        assert running_labs(tmp_path) == []
+        thread.join()
+    assert len(list((tmp_path / FOLDER).iterdir())) == kept
 
 
 def test_a_lab_runs_without_a_record_if_its_home_cannot_be_written_to(tmp_path):
