@@ -186,7 +186,7 @@ class ChunkWriter(AnswerWriter):
         self._head = f'{json_text(self._shared)[:-1]},"choices":['
 
     def _timings(self, index: int, delta: Delta) -> str:
-        """Return the end of the last chunk of a delta: the timings so far, if the chunks have them."""
+        """Return the end of the chunks of a delta: the timings so far, if the request asks for them."""
         return f',"timings":{self._running.timings(index, delta).model_dump_json()}' if self._has_timings else ""
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
