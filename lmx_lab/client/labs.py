@@ -24,7 +24,7 @@ class FilesInUse:
     unloads: dict[Path, str] = field(default_factory=dict)
     """The command that unloads the model or cancels its load, by the path of the model."""
     unknown: tuple[str, ...] = ()
-    """Labs that did not list their models, each with the reason."""
+    """Labs that did not list their models, or the files of these, each with the reason."""
 
 
 async def ask_labs(settings: Settings, *, besides: int | None = None) -> dict[str, ModelRecords | LabError]:
@@ -60,6 +60,9 @@ async def files_in_use(settings: Settings, *, besides: int | None = None) -> Fil
     for url, answer in (await ask_labs(settings, besides=besides)).items():
         if isinstance(answer, LabError):
             unknown.append(f"the lab at {url} does not list its models: {answer.message}")
+        elif answer.in_use is None:
+            # A lab takes callers at its address in a network for those of another machine.
+            unknown.append(f"the lab at {url} does not list the files that it uses")
         else:
             unloads |= {Path(path): f"lmx-lab unload {model} --url {url}" for path, model in answer.in_use.items()}
     return FilesInUse(unloads=unloads, unknown=tuple(unknown))

@@ -117,7 +117,7 @@ def admin_routes(manager: ModelManager) -> APIRouter:
                 "models": models,
                 "compute": compute and compute.model_copy(update={"detail": hide(compute.detail)}),
                 "problem": problem and hide(problem),
-                "in_use": {},
+                "in_use": None,
             }
         )
 

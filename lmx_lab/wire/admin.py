@@ -128,9 +128,9 @@ class ModelRecords(BaseModel):
     """Null if it was not measured; ``lmx-lab doctor --measure`` measures it."""
     problem: str | None = None
     """Why ``models`` may be incomplete or out of date, such as a disk that does not respond."""
-    in_use: dict[str, str] = {}
+    in_use: dict[str, str] | None = None
     """The files of models in memory or being loaded and of their draft models: for each path, the id of the model to
-    unload. Empty for callers on other machines."""
+    unload. Null for callers on other machines."""
 
 
 def load_spec(model: str, options: LoadOptions) -> LoadSpec:

@@ -1,5 +1,6 @@
 """Tests of the commands for running labs: ``load``, ``unload``, ``keep``, ``status``, ``discover``, ``rm``."""
 
+import asyncio
 import json
 import re
 import secrets
@@ -12,6 +13,7 @@ import pytest
 
 from lmx_lab import attach
 from lmx_lab.client import LabClient
+from lmx_lab.client.labs import files_in_use
 from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError
 from lmx_lab.notebook import discovery
 from tests.support.asking import ENDLESS, HELLO
@@ -113,6 +115,14 @@ def test_a_lab_that_does_not_list_its_models_is_named(tmp_path, tiny_home):
         assert note in repr(lab.delete_model("tiny"))
         assert note in run(lab, "rm", "tiny", "--yes").stderr
         assert note in run(lab, "status").stderr
+
+
+def test_a_lab_that_lists_its_models_without_their_files_is_named(lab, monkeypatch):
+    assert asyncio.run(files_in_use(lab.settings)).unknown == ()
+    monkeypatch.setattr("lmx_lab.server.admin.is_local", lambda scope: False)
+    used = asyncio.run(files_in_use(lab.settings))
+    assert used.unloads == {}
+    assert used.unknown == (f"the lab at {lab.url} does not list the files that it uses",)
 
 
 @pytest.mark.slow
