@@ -49,7 +49,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        running = RunningAnswers()
+        running, is_shown = RunningAnswers(), bool(body.return_token_ids or body.timings_per_token)
         wanted = AnswerRequest(
             prompts=[generation_request(body)],
             # The writer must not refer to the body, whose memory is released before the answer.
@@ -67,7 +67,7 @@ def chat_routes(service: InferenceService) -> APIRouter:
             stream=bool(body.stream),
             ignored=body.ignored(),
             names=field_names(body),
-            read=running.read,
+            read=running.read if is_shown else aiter,
         )
         return await respond(service, request, wanted)
 
@@ -87,6 +87,8 @@ class RunningAnswers:
     """The answers to a request, for writers whose chunks describe their state.
 
     An answer is available from its first delta on.
+
+    They stay in memory until the end of the request, so it is used only if the request asks for their state.
 
     Args:
         read: Returns the deltas of an answer.

@@ -83,7 +83,8 @@ def completion_routes(service: InferenceService) -> APIRouter:
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue plain prompts, completely or with `stream: true` as server-sent events that end with `[DONE]`."""
-        running = RunningAnswers(with_echo if body.echo else aiter)
+        read = with_echo if body.echo else aiter
+        running, is_shown = RunningAnswers(read), bool(body.return_token_ids or body.timings_per_token)
         wanted = AnswerRequest(
             prompts=completion_requests(body),
             # The writer must not refer to the body, whose memory is released before the answer.
@@ -99,7 +100,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
             stream=bool(body.stream),
             ignored=body.ignored(),
             names=field_names(body),
-            read=running.read,
+            read=running.read if is_shown else read,
         )
         return await respond(service, request, wanted)
 
@@ -131,7 +132,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
             stream=bool(body.stream),
             ignored=ignored,
             names=field_names(converted),
-            read=running.read,
+            read=running.read if converted.timings_per_token else aiter,
         )
         return await respond(service, request, wanted)
 
