@@ -44,6 +44,8 @@ HEX_ERRORS = ("unexpected end of hex escape", "lone leading surrogate in hex esc
 """The beginnings of the parser's messages about a lone surrogate."""
 TYPES_OF_PROGRAMS = ("", "application/x-www-form-urlencoded", "text/plain")
 """Content types that programs send with JSON in addition to its own: none, that of ``curl -d``, and plain text."""
+OF_A_PAGE = frozenset({"origin", "referer", "sec-fetch-site", "sec-fetch-mode"})
+"""Headers of which browsers send at least one with a POST request of a page."""
 RETRY_S = 2
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="lmx-large-bodies")
 """Reads the large bodies of all servers of this process, one after the other. The thread starts with the first one and
@@ -269,9 +271,8 @@ class StrictRoute(APIRoute):
                     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
                         raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body uncompressed")
                     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                    # Programs such as LiteLLM send no type, and ``curl -d`` sends that of a form. Browsers send one of
-                    # the headers below with every POST request.
-                    is_of_a_page = not {"origin", "sec-fetch-site", "sec-fetch-mode"}.isdisjoint(request.headers)
+                    # Programs such as LiteLLM send no type, and ``curl -d`` sends that of a form.
+                    is_of_a_page = not OF_A_PAGE.isdisjoint(request.headers)
                     if kind != "application/json" and (kind not in TYPES_OF_PROGRAMS or is_of_a_page):
                         raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")
                     # FastAPI reads a body of another type as bytes.
