@@ -42,8 +42,8 @@ SURROGATE_BYTES, SURROGATE_LIMIT = 2**20, 20_000
 at most."""
 HEX_ERRORS = ("unexpected end of hex escape", "lone leading surrogate in hex escape")
 """The beginnings of the parser's messages about a lone surrogate."""
-TYPES_OF_PROGRAMS = ("", "application/x-www-form-urlencoded", "text/plain")
-"""Content types that programs send with JSON in addition to its own: none, that of ``curl -d``, and plain text."""
+TYPES_OF_PROGRAMS = ("", "application/x-www-form-urlencoded")
+"""Content types that programs send with JSON in addition to its own: none, and that of ``curl -d``."""
 OF_A_PAGE = frozenset({"origin", "referer", "sec-fetch-site", "sec-fetch-mode"})
 """Headers of which browsers send at least one with a POST request of a page."""
 RETRY_S = 2
@@ -276,8 +276,8 @@ class StrictRoute(APIRoute):
                     if kind != "application/json" and (kind not in TYPES_OF_PROGRAMS or is_of_a_page):
                         raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")
                     # FastAPI reads a body of another type as bytes.
-                    headers = request.scope["headers"]
-                    request.scope["headers"] = [each for each in headers if each[0] != b"content-type"]
+                    others = (each for each in request.scope["headers"] if each[0] != b"content-type")
+                    request.scope["headers"] = [*others, (b"content-type", b"application/json")]
                     value = await read_json(body, partial(self._validate, model=request.scope.get(MODEL)))
                 # Not the same request, which exists until the end of the response and would keep the body in memory.
                 # FastAPI accepts the valid object as it is, in place of a parsed body.

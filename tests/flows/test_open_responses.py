@@ -124,6 +124,7 @@ def test_penalties_reach_the_engine():
 
 # Compaction
 
+REFERENCE = {"type": "item_reference", "id": "msg_1"}
 TALK = [
     message("user", "We launch on Tuesday."),
     message("assistant", "Understood."),
@@ -181,7 +182,7 @@ def test_a_summary_of_another_server_is_shown_as_unreadable():
         ({"model": None, "input": TALK}, 400, "model"),
         ({"model": "echo"}, 400, "input"),
         ({"model": "echo", "input": []}, 400, "input"),
-        ({"model": "echo", "input": [TALK[3]]}, 400, "input.0.call_id"),
+        ({"model": "echo", "input": [REFERENCE]}, 400, "input.0.id"),
         ({"model": "echo", "previous_response_id": "resp_gone"}, 400, "previous_response_id"),
         ({"model": "gpt-x", "input": TALK}, 404, "model"),
     ],
@@ -298,9 +299,8 @@ def test_a_response_without_an_answer_is_continued(http, connected):
 def test_a_request_that_fails_ends_the_chain_that_it_continues(connected):
     client = connected()
     first = events_of(client, create(input="The word is ember.", store=False))[-1]["response"]["id"]
-    output = {"type": "function_call_output", "call_id": "c1", "output": "no such call"}
-    failed = events_of(client, create(input=[output], store=False, previous_response_id=first))
-    assert error_in(failed) == ("invalid-request", "input.0.call_id")
+    failed = events_of(client, create(input=[REFERENCE], store=False, previous_response_id=first))
+    assert error_in(failed) == ("invalid-request", "input.0.id")
     again = events_of(client, create(input="And now?", store=False, previous_response_id=first))
     assert error_in(again) == ("previous_response_not_found", "previous_response_id")
 
