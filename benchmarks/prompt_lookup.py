@@ -42,7 +42,7 @@ def _copy(seed: int) -> list[prompts.Message]:
 
 
 CASES: Mapping[str, tuple[Callable[[int], list[prompts.Message]], Limit]] = {
-    "a program is copied": (_copy, Limit(sign="≥", bound=1.5)),
+    "a program is copied": (_copy, Limit(sign="≥", bound=1.3)),
     "a story": (prompts.story, Limit(sign="≥", bound=0.97)),
 }
 

@@ -68,7 +68,7 @@ def test_drafts_pause_while_they_save_no_time():
     while lookup.expect(PAST, limit=100):
         lookup.record(at=len(PAST), drafted=4, accepted=0, cost=1.8)
         passes += 1
-    assert passes <= 3
+    assert passes <= 5
     longer = [*PAST, *range(200, 200 + FIRST_PAUSE - 3), 10, 11, 12]
     assert lookup.expect(longer, limit=100)
     # One more failure makes the pause longer.
