@@ -1,9 +1,16 @@
 """Create small random models with transformers, and compute reference results with PyTorch."""
 
+import inspect
+import json
+
 import numpy as np
 import torch
+import transformers
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 
 from lmx_lab.engine.encoders import load_encoder
+from lmx_lab.engine.mlx.weights import fit_weights
 from lmx_lab.engine.texts import TextTokens
 from tests.support.models import entry, run, write_json, write_tokenizer
 
@@ -35,6 +42,30 @@ def build(kind, config, *, seed=0):
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name.lower() and "weight" in name else 0.0, 0.2)
     return model
+
+
+def load_both(folder):
+    """Load a llama model for MLX, with float32 weights, and the same weights as a model of transformers."""
+    model, _ = load_model(folder, lazy=True)
+    fit_weights(model, "float32", limit_bytes=2**34)
+    settings = json.loads((folder / "config.json").read_text())
+    names = inspect.signature(model.args.__class__).parameters
+    config = transformers.LlamaConfig(
+        **{name: settings[name] for name in settings if name in names and name not in ("rope_scaling", "head_dim")},
+        attn_implementation="eager",
+    )
+    reference = transformers.LlamaForCausalLM(config).eval()
+    weights = {name: torch.tensor(np.array(value)) for name, value in tree_flatten(model.parameters())}
+    if model.args.rope_traditional:
+        # Weights from a GGUF file have the two halves of each head interleaved.
+        for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight"))]:
+            width = weights[name].shape[1]
+            pairs = weights[name].reshape(-1, model.layers[0].self_attn.head_dim // 2, 2, width)
+            weights[name] = pairs.transpose(1, 2).reshape(-1, width)
+    missing = reference.load_state_dict(weights, strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    assert not missing.unexpected_keys
+    return model, reference
 
 
 def texts(*lengths, vocabulary=400, seed=0):

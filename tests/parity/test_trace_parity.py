@@ -1,8 +1,5 @@
 """Compare traces of small random models with the hidden states, attentions and logits of transformers on PyTorch."""
 
-import inspect
-import json
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,14 +7,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not in this environment; make parity has one with it")
 
 import transformers  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.utils import load_model  # noqa: E402
 
 from lmx_lab.engine.mlx.capture.activations import TraceContext, compute_activations  # noqa: E402
 from lmx_lab.engine.mlx.capture.points import find_parts, find_points  # noqa: E402
-from lmx_lab.engine.mlx.weights import fit_weights  # noqa: E402
 from lmx_lab.values.tracing import Activations  # noqa: E402
-from tests.parity.reference import build  # noqa: E402
+from tests.parity.reference import build, load_both  # noqa: E402
 
 TOLERANCE = 1e-3
 """Relative to the largest value of the array."""
@@ -60,25 +55,7 @@ def test_a_trace_equals_transformers(family, tmp_path):
 
 
 def test_a_trace_of_the_starter_model_equals_transformers(smollm2):
-    model, _ = load_model(smollm2.path, lazy=True)
-    fit_weights(model, "float32", limit_bytes=2**34)
-    settings = json.loads((smollm2.path / "config.json").read_text())
-    names = inspect.signature(model.args.__class__).parameters
-    config = transformers.LlamaConfig(
-        **{name: settings[name] for name in settings if name in names and name not in ("rope_scaling", "head_dim")},
-        attn_implementation="eager",
-    )
-    reference = transformers.LlamaForCausalLM(config).eval()
-    weights = {name: torch.tensor(np.array(value)) for name, value in tree_flatten(model.parameters())}
-    if model.args.rope_traditional:
-        # Weights from a GGUF file have the two halves of each head interleaved.
-        for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight"))]:
-            width = weights[name].shape[1]
-            pairs = weights[name].reshape(-1, model.layers[0].self_attn.head_dim // 2, 2, width)
-            weights[name] = pairs.transpose(1, 2).reshape(-1, width)
-    missing = reference.load_state_dict(weights, strict=False)
-    assert set(missing.missing_keys) <= {"lm_head.weight"}
-    assert not missing.unexpected_keys
+    model, reference = load_both(smollm2.path)
     check(model, reference, "smollm2-135m", [int(token) for token in np.random.default_rng(1).integers(3, 40_000, 60)])
 
 
