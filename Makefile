@@ -198,12 +198,12 @@ soak: setup
 screenshots: setup
 	$(BIN)/python -m tests.browser.screenshots docs/images
 
-# Writes the versions of a new environment without constraints.
+# Writes the newest versions that support the lowest version of Python.
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet $(PIP_WITH_GROUPS) uv hatchling editables
-	build/lock/bin/python -m pip install --quiet --editable '.[lab]' --group dev
-	build/lock/bin/python -m pip freeze --exclude-editable --exclude pip --exclude setuptools > $(CONSTRAINTS)/all.txt
+	build/lock/bin/python -m pip install --quiet uv
+	printf 'uv\nhatchling\neditables\n' | build/lock/bin/uv pip compile --quiet --upgrade --python-version 3.11.0 \
+	  --no-header --no-annotate --extra lab --group dev --output-file $(CONSTRAINTS)/all.txt pyproject.toml -
 	rm -rf build/lock
 
 clean:

@@ -1,7 +1,8 @@
 """Install this checkout: ``.venv/bin/python tools/install.py [EXTRAS] [--groups GROUPS] [--compile]``.
 
 ``make`` calls it with the Python of the environment to install into. uv installs the packages, because it takes a tenth
-of pip's time; pip does so if uv cannot be installed or fails. This script uses only the standard library.
+of pip's time; pip does so if uv cannot be installed or fails, but not if versions conflict. This script uses only the
+standard library.
 """
 
 from __future__ import annotations
@@ -80,10 +81,17 @@ def install_with_uv(commands: Sequence[Sequence[str]]) -> bool:
         print("uv cannot be installed", flush=True)
         return False
     environ = {**uv_settings(pip), **os.environ}
-    if all(run([*UV_INSTALL, *OPTIONS, *each], environ) for each in commands):
-        return True
-    print("uv failed", flush=True)
-    return False
+    for each in commands:
+        output: list[str] = []
+        if run([*UV_INSTALL, *OPTIONS, *each], environ, output):
+            continue
+        text = "".join(output)
+        # pip would try older versions of every package, for hours, and find no solution either.
+        if "No solution found" in text and "not found" not in text:
+            sys.exit("no versions fit this version of Python and tools/constraints/all.txt; the reason is above")
+        print("uv failed", flush=True)
+        return False
+    return True
 
 
 def install_with_pip(commands: Sequence[Sequence[str]]) -> bool:
@@ -136,13 +144,17 @@ def uv_settings(pip: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> bool:
-    """Run a command in the checkout, print its output except ``NOISE``, and return whether it succeeded."""
+def run(command: Sequence[str], environ: Mapping[str, str] | None = None, output: list[str] | None = None) -> bool:
+    """Run a command in the checkout and return whether it succeeded. Its output is printed, except ``NOISE``, and added
+    to ``output``.
+    """
     with subprocess.Popen(
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
+            if output is not None:
+                output.append(line)
             if not NOISE.match(line):
                 print(line, end="", flush=True)
     return process.returncode == 0

@@ -7,11 +7,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
+from importlib.metadata import distributions, metadata, version
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "tools" / "constraints" / "all.txt"
 PROJECT = """
 [build-system]
 requires = ["hatchling"]
@@ -95,16 +99,45 @@ def test_pip_installs_the_checkout_if_uv_cannot_be_installed(checkout, arguments
     assert "uv cannot be installed" in installed(checkout, *arguments)
 
 
-def test_pip_installs_the_checkout_if_uv_fails(checkout):
-    (checkout / "uv-1.dist-info").mkdir()
-    (checkout / "uv-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: uv\nVersion: 1\n")
+@pytest.fixture
+def uv(checkout):
+    """The path of a program that ``tools/install.py`` uses as uv, with the metadata by which pip finds it installed."""
     purelib = next((checkout / ".venv" / "lib").glob("python*/site-packages"))
-    (checkout / "uv-1.dist-info").rename(purelib / "uv-1.dist-info")
-    uv = checkout / ".venv" / "bin" / "uv"
+    (purelib / "uv-1.dist-info").mkdir()
+    (purelib / "uv-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: uv\nVersion: 1\n")
+    path = checkout / ".venv" / "bin" / "uv"
+    path.touch(0o755)
+    return path
+
+
+def test_pip_installs_the_checkout_if_uv_fails(checkout, uv):
     uv.write_text(BROKEN_UV)
-    uv.chmod(0o755)
     assert "no route to the index\nuv failed\n" in installed(checkout, "lab")
     assert "pip install --python" in (checkout / "uv-was-called").read_text()
+
+
+def test_pip_is_not_tried_if_versions_conflict(checkout, uv):
+    message = "No solution found when resolving dependencies: your requirements are unsatisfiable"
+    uv.write_text(BROKEN_UV.replace("no route to the index", message))
+    failed = run_install(checkout, "lab")
+    assert (failed.returncode, failed.stdout) == (1, f"installing lmx-lab with lab\ninstalling uv\n{message}\n")
+    assert failed.stderr.startswith("no versions fit this version of Python")
+
+
+def test_the_pinned_versions_support_the_lowest_version_of_python():
+    """A newcomer may have the first release of the lowest version, such as 3.11.2 on Debian 12."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = project["requires-python"].removeprefix(">=") + ".0"
+    pinned = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines())
+    found = {name: version(name) for name in pinned if name in {each.name for each in distributions()}}
+    assert len(found) > 0.9 * len(pinned)
+    assert found == {name: pinned[name] for name in found}
+    unfit = {
+        name: needed
+        for name in found
+        if not SpecifierSet(needed := metadata(name)["Requires-Python"] or "").contains(lowest)
+    }
+    assert unfit == {}
 
 
 def test_the_exit_status_is_1_if_neither_can_install(install, monkeypatch):
