@@ -16,6 +16,7 @@ from lmx_lab.engine.llama_cpp.process import PACKAGE
 from lmx_lab.engine.measure import measure_speeds
 from lmx_lab.engine.speeds import MEASURED, STARTER, age_in_words, preferred_engine, read_speeds, store_speeds, versions
 from lmx_lab.errors import LabError
+from lmx_lab.extras import installed_version
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model
 from lmx_lab.weights import Catalog
@@ -36,7 +37,7 @@ def check_engines(settings: Settings, *, measure: bool = False) -> Iterator[Find
         measure: Measure the speeds now instead of reading the last measurement.
     """
     if (missing := ENGINES["llama.cpp"].problem()) is not None:
-        yield Finding(topic="llama.cpp", verdict="note", found=missing)
+        yield Finding(topic="llama.cpp", verdict="note" if installed_version(PACKAGE) is None else "bad", found=missing)
         return
     # Import it in a child process, because the import may crash.
     try:

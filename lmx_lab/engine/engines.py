@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lmx_lab.engine.llama_cpp.process import INSTALL, PACKAGE, is_installed
+from lmx_lab.engine.llama_cpp.process import PACKAGE, missing_part
 from lmx_lab.engine.memory import total_bytes
 from lmx_lab.engine.model import Engine, EngineHost, EngineMemory
 from lmx_lab.engine.tokenizing.worker import keep_descriptor_limit
@@ -56,7 +56,10 @@ class EngineRow:
         return installed_version(self.package) if self.package is not None and self.problem() is None else None
 
 
-NOT_INSTALLED = f"llama.cpp, which runs GGUF files, is not installed: {INSTALL}"
+def _llama_cpp_problem() -> str | None:
+    missing = missing_part()
+    return None if missing is None else f"llama.cpp, which runs GGUF files, {missing}"
+
 
 # The imports are inside functions because each engine is slow to import and may not be used.
 
@@ -104,7 +107,7 @@ ENGINES: Mapping[EngineName, EngineRow] = {
             good_for="fast on a CPU",
             is_measured=True,
             alternative="or convert the file for MLX: lmx-lab pull {model} --mlx",
-            problem=lambda: None if is_installed() else NOT_INSTALLED,
+            problem=_llama_cpp_problem,
         ),
         EngineRow(name="echo", title="echo", formats=("echo",), make=_make_echo),
     )

@@ -11,7 +11,8 @@ from lmx_lab.doctor import engines
 from lmx_lab.doctor.engines import check_copies, check_engines, describe_import_failure
 from lmx_lab.engine import engines as engines_module
 from lmx_lab.engine import speeds as speeds_module
-from lmx_lab.engine.speeds import Speeds, conditions
+from lmx_lab.engine.llama_cpp.process import missing_part
+from lmx_lab.engine.speeds import Speeds, conditions, preferred_engine
 from lmx_lab.settings import Settings
 from tests.support.commands import run_command
 from tests.support.gguf import LOSSY, store_copy
@@ -106,10 +107,21 @@ def test_a_missing_system_library_is_bad_and_the_remedy_installs_it(home, tmp_pa
 
 
 def test_an_engine_that_is_not_installed_is_a_note(home, monkeypatch):
-    monkeypatch.setattr(engines_module, "is_installed", lambda: False)
+    monkeypatch.setattr(engines, "installed_version", lambda package: None)
+    monkeypatch.setattr(engines_module, "missing_part", lambda: "is not installed: pip install 'lmx-lab[gguf]'")
     (found,) = check_engines(Settings(home=home), measure=True)
     assert (found.topic, found.verdict) == ("llama.cpp", "note")
     assert "pip install 'lmx-lab[gguf]'" in found.text
+
+
+def test_an_engine_without_its_system_library_is_bad_and_mlx_runs_its_models(home, monkeypatch):
+    missing = missing_part(("libabsent.so.9",))
+    assert missing.startswith("needs the system library libabsent.so.9, which is missing; on Debian or Ubuntu: apt-get")
+    monkeypatch.setattr(engines_module, "missing_part", lambda: missing)
+    (found,) = check_engines(Settings(home=home))
+    assert (found.topic, found.verdict) == ("llama.cpp", "bad")
+    assert missing in found.text
+    assert preferred_engine(None).name == "mlx"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_on_a_cpu_the_measured_engine_is_preferred_and_llama_cpp_without_a_clear
 
 
 def test_without_llama_cpp_mlx_is_preferred_and_the_reason_names_the_extra(monkeypatch):
-    monkeypatch.setattr(engines, "is_installed", lambda: False)
+    monkeypatch.setattr(engines, "missing_part", lambda: "is not installed: pip install 'lmx-lab[gguf]'")
     preferred = preferred_engine(SPEEDS)
     assert preferred.name == "mlx"
     assert preferred.reason.endswith("not installed: pip install 'lmx-lab[gguf]'")
@@ -222,7 +222,7 @@ async def test_a_starter_is_fetched_in_the_format_that_its_engine_needs(monkeypa
         catalog = FakeCatalog()
         await find(catalog, name, engine)
         assert catalog.fetched == [fetched]
-    monkeypatch.setattr(engines, "is_installed", lambda: False)
+    monkeypatch.setattr(engines, "missing_part", lambda: "is not installed: pip install 'lmx-lab[gguf]'")
     for on_disk in ([], [GGUF]):
         catalog = FakeCatalog(*on_disk)
         assert await find(catalog) == MLX
@@ -247,7 +247,7 @@ async def test_an_engine_that_cannot_run_the_model_or_is_not_installed_is_refuse
     file = replace(GGUF, id="org/name:Q4_K_M", aliases=())
     with pytest.raises(UnusableModelError, match=r"convert the file for MLX: lmx-lab pull org/name:Q4_K_M --mlx"):
         await find(FakeCatalog(file), file.id, "mlx")
-    monkeypatch.setattr(engines, "is_installed", lambda: False)
+    monkeypatch.setattr(engines, "missing_part", lambda: "is not installed: pip install 'lmx-lab[gguf]'")
     catalog = FakeCatalog()
     with pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
         await find(catalog, engine="llama.cpp")

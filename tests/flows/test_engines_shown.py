@@ -69,7 +69,7 @@ def test_panels_and_snapshots_of_local_and_attached_labs_show_the_faster_engine(
 
 
 def test_without_llama_cpp_its_models_have_a_problem_and_no_engine_is_preferred(lab, monkeypatch):
-    monkeypatch.setattr(engines, "is_installed", lambda: False)
+    monkeypatch.setattr(engines, "missing_part", lambda: "is not installed: pip install 'lmx-lab[gguf]'")
     found = lab.workbench.submit(lab.workbench.backend.models()).result(60)
     assert {engine.name: engine.version for engine in found.engines}["llama.cpp"] is None
     assert found.preference is None

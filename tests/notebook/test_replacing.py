@@ -187,7 +187,7 @@ def test_models_that_do_not_fit_into_memory_together_leave_the_lab_as_it_is(runn
 
 @MLX_ONLY
 def test_an_engine_that_is_not_installed_leaves_the_lab_as_it_is(running, options, monkeypatch):
-    monkeypatch.setattr(engines, "is_installed", lambda: False)
+    monkeypatch.setattr(engines, "missing_part", lambda: "is not installed: pip install 'lmx-lab[gguf]'")
     with unchanged(running), pytest.raises(UnusableModelError, match=r"not installed: pip install 'lmx-lab\[gguf\]'"):
         lmx_lab.launch("long-file.gguf", engine="llama.cpp", slots=3, **options)
 

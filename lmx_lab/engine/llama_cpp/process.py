@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -27,7 +28,8 @@ from lmx_lab.settings import without_secrets
 
 SCRIPT = Path(__file__).with_name("worker.py")
 PACKAGE = "xllamacpp"
-INSTALL = install_command(PACKAGE)
+LIBRARIES = ("libgomp.so.1",) if sys.platform == "linux" else ()
+"""System libraries that the package needs and small systems, such as images of containers, do not have."""
 LOAD_MEASURE_S, MEASURE_S = 0.2, 1.0
 """Intervals at which the memory of the process is compared with its limit: while it loads a model, and later."""
 STACK_BYTES = 2**30
@@ -57,24 +59,36 @@ SIGNAL_CAUSES: Mapping[int, str] = {
 OUT_OF_MEMORY = re.compile(r"failed to allocate|out of memory|cannot allocate|bad_alloc", re.IGNORECASE)
 
 
-def is_installed() -> bool:
-    """Return whether llama.cpp is installed in this environment."""
-    return importlib.util.find_spec(PACKAGE) is not None
+def missing_part(libraries: Sequence[str] = LIBRARIES) -> str | None:
+    """Return what llama.cpp lacks in this environment and how to install it, to follow its name; None if nothing.
+
+    Args:
+        libraries: The system libraries that it needs.
+    """
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"is not installed: {install_command(PACKAGE)}"
+    for library in libraries:
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            return (
+                f"needs the system library {library}, which is missing; on Debian or Ubuntu: apt-get install libgomp1"
+            )
+    return None
 
 
 def require_installed(path: Path) -> None:
-    """Check that llama.cpp is installed.
+    """Check that llama.cpp and the system libraries that it needs are installed.
 
     Args:
         path: The file to load, for the message.
 
     Raises:
-        UnusableModelError: llama.cpp is not installed; the message has the command that installs it.
+        UnusableModelError: one is not installed; the message has the command that installs it.
     """
-    if not is_installed():
+    if (missing := missing_part()) is not None:
         raise UnusableModelError(
-            f"{path.name} runs on llama.cpp, which is not installed: {INSTALL}; or convert the file for MLX: "
-            f"lmx-lab pull {path} --mlx",
+            f"{path.name} runs on llama.cpp, which {missing}; or convert the file for MLX: lmx-lab pull {path} --mlx",
             param="model",
         )
 
