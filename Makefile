@@ -46,7 +46,7 @@ CONSTRAINTS := tools/constraints
 # The first version with --group.
 PIP_WITH_GROUPS := 'pip>=25.1'
 
-.PHONY: setup lab demo test test-fast test-all test-models coverage check parity cluster panels docs gallery clients harnesses binder package bench soak screenshots lock clean
+.PHONY: setup lab has-curl demo test test-fast test-all test-models coverage check parity cluster panels docs gallery clients harnesses binder package bench soak screenshots lock clean
 
 setup: $(DEV_STAMP)
 
@@ -66,7 +66,11 @@ lab: $(STAMP)
 	$(BIN)/python tools/course.py course
 	$(BIN)/jupyter lab $(LAB) --ServerApp.root_dir=. --LabApp.app_settings_dir=tools/jupyterlab course/00_quickstart.ipynb
 
-demo: $(STAMP)
+# Before the installation, which takes longer.
+has-curl:
+	@command -v curl > /dev/null || { echo "curl is needed, and not installed; on Debian or Ubuntu: apt-get install curl"; exit 1; }
+
+demo: has-curl $(STAMP)
 	$(BIN)/python tools/demo.py notebooks/00_quickstart.ipynb
 
 # One BLAS thread for each process; with more, waiting for each other costs a tenth of the time.
@@ -80,7 +84,7 @@ test-fast: setup
 	$(PYTEST) -m "not slow and not long"
 
 test: TEST_WORKERS = 3
-test: setup
+test: has-curl setup
 	$(PYTEST) -m "not long"
 
 # Runs up to three failed tests again in a single process, and reports those that then pass as unstable.
