@@ -29,8 +29,15 @@ async def run_server(settings: Settings, spec: LoadSpec | None, *, explicit_port
         explicit_port: Whether the caller chose the port, which then must be free.
         stopped: Done after the first signal.
     """
-    # Shielded, because a future that is cancelled could not be done by a later signal.
-    stop = asyncio.shield(asyncio.wrap_future(stopped))
+    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(signalled.set)
+
+    # Since Python 3.14, ``wrap_future`` does not wake the loop if a signal handler on its thread ends the future.
+    stopped.add_done_callback(wake)
+    stop = asyncio.create_task(signalled.wait(), name="lmx-lab stop")
     engine = ModelManager(settings)
     async with contextlib.AsyncExitStack() as stack:
         tasks: list[asyncio.Future[Any]] = [stop]
