@@ -103,7 +103,7 @@ class HttpProtocol(H11Protocol):
     is_half_closed = False
     """Whether the client has ended its own side of the connection. It may still read."""
     keep_alive: Callable[[], None] | None = None
-    """Writes a part of the current response that its client ignores."""
+    """Writes a part of the current response that its client ignores, if the client accepts data."""
     _framing_bytes = 0
     """Number of bytes by which the framing of the current chunked body exceeds its data."""
 
@@ -242,7 +242,7 @@ class HttpProtocol(H11Protocol):
             self.transport.abort()
             return
         if self.cycle.response_started:
-            if self.keep_alive is not None and self.accepts_parts:
+            if self.keep_alive is not None:
                 self.keep_alive()
         elif self.cycle.scope["http_version"] == "1.1":
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
-
-from lmx_lab.http import Limits
+from starlette.types import Receive, Scope, Send
 
 if TYPE_CHECKING:
     # uvicorn is not imported by the modules of routes.
@@ -68,16 +66,20 @@ class EventStream(StreamingResponse):
         )
         self._texts = texts
         self._keep_alive = keep_alive
-        self._keep_alive_s = Limits.keep_alive_s
+        self._blocked_limit_s = blocked_limit_s
         self._request_id = ""
         self._connection: HttpProtocol | None = None
-        self._watch = SendWatch(blocked_limit_s)
+        self._watch: SendWatch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope.get("lmx_lab.request_id", "")
-        # None if another server than ``uvicorn_server`` runs the application.
+        # None if another server than ``uvicorn_server`` runs the application, which then sends no keep-alives.
         self._connection = (scope.get("extensions") or {}).get("lmx_lab.connection")
-        self._keep_alive_s = scope["app"].state.limits.keep_alive_s
+        silence_s = math.inf
+        if self._keep_alive is not None and self._connection is not None:
+            self._connection.keep_alive = self._write_keep_alive
+            silence_s = scope["app"].state.limits.keep_alive_s
+        self._watch = SendWatch(self._blocked_limit_s, on_silence=self._write_keep_alive, silence_s=silence_s)
         await super().__call__(scope, receive, send)
 
     @property
@@ -90,28 +92,26 @@ class EventStream(StreamingResponse):
         assert self._connection is not None
         if text := "".join(texts):
             self._connection.write_part(escape_line_ends(text).encode())
-            self._watch.sent_at = asyncio.get_running_loop().time()
+            self._watch.silent_s = 0.0
+
+    def _write_keep_alive(self) -> None:
+        if self._keep_alive is not None and self.can_write:
+            self.write([self._keep_alive()])
 
     async def stream_response(self, send: Send) -> None:
         watch = self._watch
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
             async with watch:
-                await watch.send(send(start))
-                keep_alive = asyncio.create_task(self._send_keep_alives(send, watch)) if self._keep_alive else None
-                if self._connection is not None and (ignored := self._keep_alive) is not None:
-                    self._connection.keep_alive = lambda: self.write([ignored()])
+                head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+                await watch.send(send(head))
                 try:
                     async for text in self._texts:
-                        await watch.send(send(_part(text)))
+                        body = escape_line_ends(text).encode()
+                        await watch.send(send({"type": "http.response.body", "body": body, "more_body": True}))
                 finally:
                     # If sending a text was interrupted, the iterator has not been notified yet.
                     if isinstance(self._texts, AsyncGenerator):
                         await self._texts.aclose()
-                    if keep_alive is not None:
-                        keep_alive.cancel()
-                        # A lost connection is reported by the other task.
-                        await asyncio.gather(keep_alive, return_exceptions=True)
                     if self._connection is not None:
                         self._connection.keep_alive = None
                 await watch.send(send({"type": "http.response.body", "body": b"", "more_body": False}))
@@ -125,15 +125,6 @@ class EventStream(StreamingResponse):
                 self._connection.transport.abort()
             # The server is notified of the lost connection before this returns.
             await asyncio.sleep(0)
-
-    async def _send_keep_alives(self, send: Send, watch: SendWatch) -> None:
-        """Run as a separate task: a timer for each token would cost more than its text."""
-        assert self._keep_alive is not None
-        while True:
-            if (rest_s := watch.sent_at + self._keep_alive_s - asyncio.get_running_loop().time()) > 0:
-                await asyncio.sleep(rest_s)
-            else:
-                await watch.send(send(_part(self._keep_alive())))
 
 
 def escape_line_ends(text: str) -> str:
@@ -150,10 +141,6 @@ def escape_line_ends(text: str) -> str:
 def comment(text: str) -> str:
     """Return a comment, which clients ignore."""
     return f": {text}\n\n"
-
-
-def _part(text: str) -> Message:
-    return {"type": "http.response.body", "body": escape_line_ends(text).encode(), "more_body": True}
 
 
 async def while_connected(
@@ -199,14 +186,25 @@ class SendWatch:
     Args:
         limit_s: Returns the time for which the client may accept no data. Called at each check while ``send`` waits,
             because computing it may be expensive.
+        on_silence: Called when no data were sent for ``silence_s``, unless ``send`` waits. If it sends data, it is
+            called again after the same time.
     """
 
-    def __init__(self, limit_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limit_s: Callable[[], float],
+        *,
+        on_silence: Callable[[], object] = lambda: None,
+        silence_s: float = math.inf,
+    ) -> None:
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
-        self.sent_at = self._loop.time()
-        """Time of the loop at which data were last sent, by ``send`` or by another function."""
+        self._on_silence = on_silence
+        self._silence_s = silence_s
+        self._check_s = min(CHECK_S, silence_s)
+        self.silent_s = 0.0
+        """Time in seconds without data, up to the last check. Other functions that send data set it to 0."""
         self._sending = 0
         """Number of ``send`` calls that wait for the client."""
         self.blocked_s = 0.0
@@ -220,7 +218,7 @@ class SendWatch:
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         # There is one timer for the whole stream, because a timer for each token would be too expensive.
-        self._timer = self._loop.call_later(CHECK_S, self._check)
+        self._timer = self._loop.call_later(self._check_s, self._check)
         return self
 
     async def __aexit__(
@@ -231,7 +229,7 @@ class SendWatch:
 
     async def send(self, sending: Awaitable[None]) -> None:
         """Await the call that sends data and returns once the connection accepts more."""
-        self.sent_at = self._loop.time()
+        self.silent_s = 0.0
         self._sending += 1
         try:
             await sending
@@ -240,9 +238,12 @@ class SendWatch:
         self.blocked_s = 0.0
 
     def _check(self) -> None:
+        self.silent_s += self._check_s
         if self._sending:
-            self.blocked_s += CHECK_S
+            self.blocked_s += self._check_s
             if self.blocked_s >= self._limit_s():
                 self._timeout.reschedule(self._loop.time())
                 return
-        self._timer = self._loop.call_later(CHECK_S, self._check)
+        elif self.silent_s >= self._silence_s:
+            self._on_silence()
+        self._timer = self._loop.call_later(self._check_s, self._check)
