@@ -302,7 +302,6 @@ class Answers(Generic[Row]):
         self.scheduler.add(
             generations,
             tokens=len(first.prompt) if uncached is None else uncached,
-            deadline=first.arrived_at + first.timeout_s,
             now=time.perf_counter(),
             client=first.request.caller.client,
         )
@@ -312,10 +311,10 @@ class Answers(Generic[Row]):
         which there is a slot.
         """
         scheduler, computation = self.scheduler, self._computation
-        for late in scheduler.expired(now):
+        for each in (*scheduler.queued, *scheduler.running):
             # llama.cpp may still search the ids of the tokens of a complete answer.
-            if late.finish is None:
-                self.end(late, GenerationTimeoutError.after(late.timeout_s))
+            if each.finish is None and now > each.arrived_at + each.timeout_s:
+                self.end(each, GenerationTimeoutError.after(each.timeout_s))
         if (paused := scheduler.pause(computation.can_pause, now)) is not None:
             computation.pause(paused)
         while (admitted := scheduler.admit(computation.judge, now)) is not None:

@@ -1,4 +1,4 @@
-"""Admit requests to a loaded model, and decide which of them runs next, by order of arrival, slots and deadlines.
+"""Admit requests to a loaded model, and decide which of them runs next, by order of arrival and slots.
 
 Each request holds a permit. The engine checks the permit when it queues the request, and releases it when the request
 has ended. All engines therefore count queued and running requests in the same way, and an unload can wait for the end
@@ -63,7 +63,6 @@ class _Entry:
     number: int
     """Position in the order of arrival."""
     client: str | None
-    deadline: float
     short: bool
     queued_at: float
     """When it was added, or paused."""
@@ -74,9 +73,9 @@ class _Entry:
 
 
 class Scheduler(Generic[Key]):
-    """Orders requests, of which it stores a key, whether the prompt is short, and the deadline.
+    """Orders requests, of which it stores a key, the client, and whether the prompt is short.
 
-    Deadlines are seconds of the clock that the engine uses.
+    Times are seconds of the clock that the engine uses.
     """
 
     def __init__(self, *, slots: int, prefills: int, lanes: int, turns: Turns | None = None) -> None:
@@ -116,7 +115,7 @@ class Scheduler(Generic[Key]):
     def __contains__(self, key: Key) -> bool:
         return key in self._running or key in self._queued
 
-    def add(self, keys: Sequence[Key], *, tokens: int, deadline: float, now: float, client: str | None = None) -> None:
+    def add(self, keys: Sequence[Key], *, tokens: int, now: float, client: str | None = None) -> None:
         """Queue requests with the same prompt behind those that are already queued.
 
         Args:
@@ -126,7 +125,7 @@ class Scheduler(Generic[Key]):
         for key in keys:
             self._added += 1
             short = tokens <= SHORT_PROMPT_TOKENS
-            self._queued[key] = _Entry(number=self._added, client=client, deadline=deadline, short=short, queued_at=now)
+            self._queued[key] = _Entry(number=self._added, client=client, short=short, queued_at=now)
 
     def admit(self, judge: Callable[[Key], Verdict], now: float) -> Key | None:
         """Give a slot to the next request, whose prefill starts, and return its key; None if no request can start.
@@ -211,10 +210,6 @@ class Scheduler(Generic[Key]):
     def prefilled(self, key: Key) -> None:
         """Record that the prompt of this request has been computed, so that the next prefill may start."""
         self._prefilling.discard(key)
-
-    def expired(self, now: float) -> list[Key]:
-        """Return the queued and running requests that are past their deadline. They stay until ``remove`` is called."""
-        return [key for group in (self._queued, self._running) for key, entry in group.items() if now > entry.deadline]
 
     def remove(self, key: Key) -> bool:
         """Remove a request that has ended, and return whether it was queued or running: an end can be reported

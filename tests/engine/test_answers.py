@@ -117,6 +117,20 @@ async def test_the_tokens_of_a_paused_generation_are_still_counted():
     assert (counted.prompt_tokens, counted.output_tokens) == (9, 2)
 
 
+async def test_running_and_queued_generations_end_at_their_deadlines():
+    computed = Computed()
+    running, queued = computed.submit(timeout_s=10.0), computed.submit(timeout_s=20.0)
+    computed.answers.update(110.0)
+    assert running in computed.answers.scheduler
+    computed.answers.update(110.5)
+    assert isinstance(await computed.end_of(running), GenerationTimeoutError)
+    later = computed.submit(timeout_s=30.0)
+    assert computed.answers.next_at(110.5) == 120.0
+    computed.answers.update(120.5)
+    assert isinstance(await computed.end_of(queued), GenerationTimeoutError)
+    assert later in computed.answers.scheduler
+
+
 async def test_a_complete_answer_does_not_expire():
     computed = Computed()
     complete, late = computed.submit(), computed.submit()

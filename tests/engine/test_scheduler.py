@@ -20,7 +20,6 @@ from lmx_lab.engine.scheduler import (
 )
 from lmx_lab.errors import GenerationTimeoutError, NotLoadedError, QueueFullError
 
-LATER = 1e9
 WAIT_S, TURN_S = Turns().wait_s, Turns().turn_s
 SHORT, LONG = SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + 1
 
@@ -29,8 +28,8 @@ def take(_):
     return Verdict.TAKE
 
 
-def add(scheduler, *keys, tokens=LONG, deadline=LATER, now=0.0, client=None):
-    scheduler.add(keys, tokens=tokens, deadline=deadline, now=now, client=client)
+def add(scheduler, *keys, tokens=LONG, now=0.0, client=None):
+    scheduler.add(keys, tokens=tokens, now=now, client=client)
 
 
 def admit_all(scheduler):
@@ -50,16 +49,6 @@ def test_requests_get_slots_in_the_order_of_arrival():
         assert not scheduler.idle
         scheduler.remove(key)
     assert scheduler.idle
-
-
-def test_queued_and_running_requests_expire():
-    scheduler = Scheduler(slots=1, prefills=1, lanes=2)
-    add(scheduler, "runs", deadline=1.0)
-    scheduler.admit(take, 0.0)
-    add(scheduler, "waits", deadline=2.0)
-    assert scheduler.expired(1.0) == []
-    assert scheduler.expired(1.5) == ["runs"]
-    assert sorted(scheduler.expired(3.0)) == ["runs", "waits"]
 
 
 def test_the_number_of_prompts_that_are_computed_at_once_is_limited():
@@ -182,7 +171,7 @@ def test_requests_keep_their_slot_while_they_cannot_be_paused_or_have_just_start
 @given(
     st.integers(1, 4),
     st.integers(1, 3),
-    st.lists(st.sampled_from(["add", "add two", "admit", "prefilled", "expire", "cancel", "pause"]), max_size=80),
+    st.lists(st.sampled_from(["add", "add two", "admit", "prefilled", "cancel", "pause"]), max_size=80),
     st.randoms(),
 )
 def test_every_request_ends_once_and_the_limits_hold_whatever_happens(slots, prefills, actions, random):
@@ -194,8 +183,7 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(slots, pre
     for now, action in enumerate(actions):
         if action.startswith("add"):
             keys = list(range(added, added + (2 if action == "add two" else 1)))
-            tokens, deadline = random.choice([SHORT, LONG]), now + random.choice([3, 1000])
-            scheduler.add(keys, tokens=tokens, deadline=deadline, now=now, client=random.choice(["a", "b"]))
+            scheduler.add(keys, tokens=random.choice([SHORT, LONG]), now=now, client=random.choice(["a", "b"]))
             alive += keys
             added += len(keys)
         elif action == "admit":
@@ -206,11 +194,6 @@ def test_every_request_ends_once_and_the_limits_hold_whatever_happens(slots, pre
         elif action == "prefilled" and prefilling:
             scheduler.prefilled(prefilled := random.choice(sorted(prefilling)))
             prefilling.remove(prefilled)
-        elif action == "expire":
-            for key in scheduler.expired(now):
-                scheduler.remove(key)
-                alive.remove(key)
-                ends[key] += 1
         elif action == "cancel" and alive:
             key = alive.pop(random.randrange(len(alive)))
             scheduler.remove(key)
