@@ -57,7 +57,8 @@ def generation_request(request: ChatRequest) -> GenerationRequest:
     Raises:
         InvalidRequestError: the newest message of the user has a part that is not text.
     """
-    tools, choice, offered = None, request.choice, request.offered
+    tools, offered = None, request.offered
+    choice = request.choice if offered else None
     functions = unique_functions(offered) if offered and choice != "none" else {}
     if functions:
         only = choice.function.name if isinstance(choice, NamedToolChoice) else None
@@ -191,7 +192,7 @@ def _continues(request: ChatRequest, *, is_enforced: bool) -> bool:
     """
     last, field = request.messages[-1], "continue_final_message"
     asked = last.prefix if request.continue_final_message is None else request.continue_final_message
-    can_continue = last.role == "assistant" and not last.calls and not _blocks(last, "tool_use")
+    can_continue = last.role == "assistant" and not last.calls and not _blocks(last)[0]
     if request.continue_final_message and not can_continue:
         problem = (
             "is true, but the last message is not one of the assistant without tool_calls; end with the message that "
@@ -271,20 +272,25 @@ def _messages(messages: Sequence[ChatMessage]) -> tuple[Mapping[str, Any], ...]:
 
     Calls and results may also be parts of a message, as in the Messages format, which Cursor sends.
     """
-    roles = ["tool" if _has_only_results(message) else message.role for message in messages]
+    roles, blocks = [], list(map(_blocks, messages))
+    for message, (_, results) in zip(messages, blocks, strict=True):
+        has_only_results = bool(results) and len(results) == len(message.content or ())
+        roles.append("tool" if has_only_results else message.role)
     newest, conversation = newest_question(roles), _Conversation()
-    for number, message in enumerate(messages):
+    for number, (message, (used, results)) in enumerate(zip(messages, blocks, strict=True)):
         texts = content_texts(
             message.content or message.refusal or "",
             asked_at=f"messages.{number}.content" if number == newest else None,
         )
         if message.audio is not None and not message.content:
             texts.append(placeholder("audio"))
-        parts = () if isinstance(message.content, str) else message.content or ()
-        separator = "" if all(isinstance(part, TextContent) for part in parts) else "\n"
+        has_other_parts = isinstance(message.content, list) and not all(
+            isinstance(part, TextContent) for part in message.content
+        )
         # Chat templates use the role "system"; "developer" is its newer name in the chat format.
         role = "system" if message.role == "developer" else message.role
-        converted: dict[str, Any] = {"role": role, "content": separator.join(filter(None, texts))}
+        content = ("\n" if has_other_parts else "").join(filter(None, texts))
+        converted: dict[str, Any] = {"role": role, "content": content}
         if message.name is not None:
             converted["name"] = message.name
         if (reasoning := message.effective_reasoning) is not None:
@@ -293,31 +299,30 @@ def _messages(messages: Sequence[ChatMessage]) -> tuple[Mapping[str, Any], ...]:
             conversation.add_result(converted, message.tool_call_id)
             continue
         calls = [(call.id, call.called.name, call.called.arguments) for call in message.calls]
-        for block in _blocks(message, "tool_use"):
+        for block in used:
             arguments = block.get("input")
             calls.append(
                 (_id_in(block, "id"), str(block.get("name")), arguments if isinstance(arguments, dict) else {})
             )
-        for block in _blocks(message, "tool_result"):
-            content = {"content": plain_text(block.get("content"))}
-            conversation.add_result(content, _id_in(block, "tool_use_id"))
+        for block in results:
+            result = {"content": plain_text(block.get("content"))}
+            conversation.add_result(result, _id_in(block, "tool_use_id"))
         if roles[number] != "tool":
             conversation.add(converted, calls)
     return conversation.messages()
 
 
-def _blocks(message: ChatMessage, kind: str) -> list[dict[str, Any]]:
-    """Return the fields of the parts of a message that have this type of the Messages format."""
-    parts = () if isinstance(message.content, str | None) else message.content
-    return [part.model_extra or {} for part in parts if isinstance(part, OtherContent) and part.type == kind]
+def _blocks(message: ChatMessage) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the calls and the results among the parts of a message, as fields of the Messages format."""
+    blocks: dict[str, list[dict[str, Any]]] = {"tool_use": [], "tool_result": []}
+    for part in message.content if isinstance(message.content, list) else ():
+        if isinstance(part, OtherContent) and part.type in blocks:
+            blocks[part.type].append(part.model_extra or {})
+    return blocks["tool_use"], blocks["tool_result"]
 
 
 def _id_in(block: Mapping[str, Any], name: str) -> str | None:
     return id_ if isinstance(id_ := block.get(name), str) else None
-
-
-def _has_only_results(message: ChatMessage) -> bool:
-    return bool(message.content) and len(message.content or "") == len(_blocks(message, "tool_result"))
 
 
 def fields_without_effect(request: GenerationRequest) -> Iterator[str]:
@@ -326,8 +331,9 @@ def fields_without_effect(request: GenerationRequest) -> Iterator[str]:
     """
     if isinstance(request.prompt, ChatPrompt):
         messages = request.prompt.messages
-        if any("tool_call_id" in messages[at] for at in unmatched_results(messages)):
-            yield "messages.tool_call_id"
+        for at in unmatched_results(messages):
+            if "tool_call_id" in messages[at]:
+                yield "messages.tool_call_id"
     if (form := request.answer_format) is not None and form.kind == "json_schema" and not form.strict:
         yield from (f"response_format.{name}" for name in unenforced(json.loads(form.text)))
     if isinstance(request.prompt, ChatPrompt) and request.prompt.tools is not None:

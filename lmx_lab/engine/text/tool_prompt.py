@@ -97,7 +97,8 @@ def unmatched_results(messages: Iterable[Mapping[str, Any]]) -> Iterator[int]:
     """
     waiting = Counter[str | None]()
     for at, message in enumerate(messages):
-        waiting.update(call["id"] for call in message.get("tool_calls") or ())
+        for call in message.get("tool_calls") or ():
+            waiting[call["id"]] += 1
         if message["role"] == "tool":
             id_ = message.get("tool_call_id")
             if waiting[id_]:
