@@ -271,13 +271,14 @@ class StrictRoute(APIRoute):
                     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
                         raise InvalidRequestError(f"Content-Encoding is {encoding[:50]}; send the body uncompressed")
                     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                    # Programs such as LiteLLM send no type, and ``curl -d`` sends that of a form.
-                    is_of_a_page = not OF_A_PAGE.isdisjoint(request.headers)
-                    if kind != "application/json" and (kind not in TYPES_OF_PROGRAMS or is_of_a_page):
-                        raise InvalidRequestError(f"Content-Type is {kind[:100] or 'missing'}; send application/json")
-                    # FastAPI reads a body of another type as bytes.
-                    others = (each for each in request.scope["headers"] if each[0] != b"content-type")
-                    request.scope["headers"] = [*others, (b"content-type", b"application/json")]
+                    if kind != "application/json":
+                        # Programs such as LiteLLM send no type, and ``curl -d`` sends that of a form.
+                        if kind not in TYPES_OF_PROGRAMS or not OF_A_PAGE.isdisjoint(request.headers):
+                            message = f"Content-Type is {kind[:100] or 'missing'}; send application/json"
+                            raise InvalidRequestError(message)
+                        # FastAPI reads a body of another type as bytes.
+                        others = (each for each in request.scope["headers"] if each[0] != b"content-type")
+                        request.scope["headers"] = [*others, (b"content-type", b"application/json")]
                     value = await read_json(body, partial(self._validate, model=request.scope.get(MODEL)))
                 # Not the same request, which exists until the end of the response and would keep the body in memory.
                 # FastAPI accepts the valid object as it is, in place of a parsed body.

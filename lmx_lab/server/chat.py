@@ -188,8 +188,8 @@ class ChunkWriter(AnswerWriter):
         self._head = f'{json_text(self._shared)[:-1]},"choices":['
 
     def _timings(self, index: int, delta: Delta) -> str:
-        """Return the end of the chunks of a delta: the timings so far, if the request asks for them."""
-        return f',"timings":{self._running.timings(index, delta).model_dump_json()}' if self._has_timings else ""
+        """Return the end of the chunks of a delta: the timings so far."""
+        return f',"timings":{self._running.timings(index, delta).model_dump_json()}'
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:
         if self._include_usage:
@@ -234,7 +234,7 @@ class ChatWriter(ChunkWriter):
             yield self._first_chunk(index)
         if self._has_ids:
             self._ids[index] += delta.ids
-        end = self._timings(index, delta)
+        end = self._timings(index, delta) if self._has_timings else ""
         parts = [f'{{"reasoning_content":{json_text(delta.reasoning)}}}'] if delta.reasoning else []
         if delta.text:
             parts.append(f'{{"content":{json_text(delta.text)}}}')

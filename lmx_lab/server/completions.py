@@ -213,7 +213,7 @@ class CompletionWriter(ChunkWriter):
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
         if self._has_ids:
             self._ids[index] += delta.ids
-        end = self._timings(index, delta)
+        end = self._timings(index, delta) if self._has_timings else ""
         if delta.text or delta.logprobs:
             written = self._writers[index].write(delta.logprobs).model_dump_json() if self._logprobs else "null"
             yield self._chunk(index, delta.text, logprobs=written, end=end)

@@ -252,15 +252,14 @@ class EchoRounds:
 
     def _round(self) -> None:
         """Start queued generations, generate the tokens that are due, and schedule the next round."""
-        answers, now = self.answers, time.perf_counter()
+        answers, now, due_at = self.answers, time.perf_counter(), math.inf
         self._rounds += 1
         answers.update(now)
         for generation in answers.scheduler.running:
-            if generation.row.due_at > now:
-                continue
             # An error ends only this generation.
             try:
-                self._generate(generation)
+                if generation.row.due_at <= now:
+                    self._generate(generation)
             except LabError as exc:
                 answers.end(generation, exc)
             except Exception as exc:
@@ -269,14 +268,15 @@ class EchoRounds:
             else:
                 if generation.finish is not None:
                     answers.end(generation, generation.failure or generation.report(time.perf_counter()))
+                else:
+                    due_at = min(due_at, generation.row.due_at)
         answers.deliver()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         now = time.perf_counter()
         if (next_at := answers.next_at(now)) is not None:
-            due = [generation.row.due_at for generation in answers.scheduler.running]
-            self.schedule(min([next_at, *due]) - now)
+            self.schedule(min(next_at, due_at) - now)
 
     # Computation
 

@@ -73,6 +73,8 @@ class EchoVocabulary:
             for letters in itertools.product(string.ascii_lowercase, repeat=length):
                 if space or length > 1:
                     self.bytes.append((space + "".join(letters)).encode())
+        self._texts = [b""] * FIRST_BYTE + self.bytes[FIRST_BYTE:]
+        """The bytes of each token in the text of an answer, which contains no special tokens."""
         self._ids = {data: id_ for id_, data in enumerate(self.bytes) if id_ >= FIRST_BYTE}
 
     @property
@@ -82,7 +84,7 @@ class EchoVocabulary:
     @property
     def memory_bytes(self) -> int:
         """Memory of the tables of tokens."""
-        return sum(map(sys.getsizeof, self.bytes)) + sys.getsizeof(self.bytes) + sys.getsizeof(self._ids)
+        return sum(map(sys.getsizeof, (*self.bytes, self.bytes, self._texts, self._ids)))
 
     @functools.cached_property
     def token_table(self) -> TokenTable:
@@ -95,8 +97,7 @@ class EchoVocabulary:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens without special ones. Incomplete characters become U+FFFD."""
-        known = self.bytes
-        return b"".join([known[token] for token in tokens if token >= FIRST_BYTE]).decode(errors="replace")
+        return b"".join(map(self._texts.__getitem__, tokens)).decode(errors="replace")
 
     def show(self, tokens: Sequence[int]) -> str:
         """Do the same as ``decode``, but with the names of special tokens."""

@@ -178,10 +178,12 @@ class ChatFormat:
         if not isinstance(request.prompt, ChatPrompt):
             return None
         calls, tools = self.call_format(request), request.tools
+        reasons = self.reasoning_markers is not None and state != "closed"
+        if not (self.transitions or reasons or calls):
+            return None
         # Between forced calls, an answer that was cut off may contain half a marker, which should not be visible.
         content = BETWEEN if tools is not None and tools.forced else CONTENT
         transitions: dict[str, list[tuple[str, str]]] = {before: list(to) for before, to in self.transitions.items()}
-        reasons = self.reasoning_markers is not None and state != "closed"
         if reasons:
             assert self.reasoning_markers is not None
             start, end = self.reasoning_markers
@@ -195,8 +197,6 @@ class ChatFormat:
                     # Some models begin a call without ending their reasoning.
                     transitions[REASONING].append((calls.start, TOOL))
             transitions.setdefault(TOOL, [(calls.end, content)] if calls.end else [])
-        if not transitions:
-            return None
         first = content if self.initial == CONTENT else self.initial
         initial = REASONING if state == "open" and self.reasoning_markers is not None else first
         return ChannelFormat(

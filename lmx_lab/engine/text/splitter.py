@@ -198,7 +198,9 @@ class TextSplitter(Generic[E]):
         self.stops.enabled = self._missing_tokens <= 0
         self._missing_tokens -= count
         if self._channels is None:
-            text, stopped = self.stops.feed(self._detokenizer.add(token))
+            text, stopped = self._detokenizer.add(token), False
+            if not self.is_plain:
+                text, stopped = self.stops.feed(text)
             if entry is not None:
                 self._add_entry(entry, self._detokenizer.start, self._detokenizer.length)
             self._passed += len(text)
@@ -221,11 +223,14 @@ class TextSplitter(Generic[E]):
     def finish(self) -> SplitText[E]:
         """Return the rest at the end of generation. A stop string can still be completed here."""
         if self._channels is None:
-            text, stopped = self.stops.feed(self._detokenizer.finish())
-            if stopped:
-                self._passed += len(text)
-                return SplitText(text, True, self._take_entries(stopped=True))
-            return SplitText(text + self.stops.finish(), False, self._take_entries(stopped=False, ended=True))
+            text, stopped = self._detokenizer.finish(), False
+            if not self.is_plain:
+                text, stopped = self.stops.feed(text)
+                text += "" if stopped else self.stops.finish()
+            self._passed += len(text)
+            return SplitText(
+                text, stopped, self._take_entries(stopped=stopped, ended=not stopped) if self._waiting else ()
+            )
         outputs = [self._channels.feed(self._detokenizer.finish())]
         if not outputs[0].stopped:
             outputs.append(self._channels.finish())
