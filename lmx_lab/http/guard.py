@@ -152,6 +152,10 @@ class LivePolicy:
     """
 
     def __init__(self, make: Callable[[], GuardPolicy], depends_on: Callable[[], object]) -> None:
+        self.replace(make, depends_on)
+
+    def replace(self, make: Callable[[], GuardPolicy], depends_on: Callable[[], object]) -> None:
+        """Build another policy from now on."""
         self._make = make
         self._depends_on = depends_on
         self._value = depends_on()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ import psutil
 
 from lmx_lab import urls
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.http.guard import PAGE_PATHS, GuardPolicy, LivePolicy, local_policy
+from lmx_lab.http.guard import PAGE_PATHS, GuardPolicy, local_policy
 from lmx_lab.settings import Settings
 
 ALL_INTERFACES = ("0.0.0.0", "::")
@@ -112,7 +111,7 @@ class Addresses:
             InvalidRequestError: a setting (``allowed_hosts``, ``cors_origins``, ``api_key``) can never match, or
                 ``LMX_LAB_PROXY_URL`` is not an address.
         """
-        own = [f"{urls.bracketed(name)}:{self.port}" for name in self._own_names()]
+        own = [f"{urls.bracketed(name)}:{self.port}" for name in self.own_names()]
         jupyter = find_notebook_server()
         # The origins of the notebook's pages, and of this server's own pages behind a proxy. The proxies forward the
         # Host that the browser has sent.
@@ -135,17 +134,8 @@ class Addresses:
             open_paths=PAGE_PATHS if self.settings.page else (),
         )
 
-    def live_policy(self) -> Callable[[], GuardPolicy]:
-        """Return a function that returns the policy for a request.
-
-        If the machine's names or addresses are a part of the policy, it is updated when they change.
-
-        Raises:
-            InvalidRequestError: as ``policy``.
-        """
-        return LivePolicy(self.policy, self._own_names)
-
-    def _own_names(self) -> list[str]:
+    def own_names(self) -> list[str]:
+        """Return the names and addresses of this machine that are a part of the policy. They may change."""
         if not self._uses_all_interfaces:
             return self.lan_names
         machine = socket.gethostname().lower()

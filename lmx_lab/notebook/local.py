@@ -24,7 +24,7 @@ from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.engine import Answer, Caller, GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.engines import ENGINES, engine_for
 from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
-from lmx_lab.http.guard import GuardPolicy
+from lmx_lab.http.guard import LivePolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
 from lmx_lab.instrument.store import RecordStore, save_record
 from lmx_lab.notebook.addresses import Addresses
@@ -116,14 +116,15 @@ class LocalServer:
         self.catalog: Catalog = self.engine.catalog
         self.addresses = Addresses(settings=settings, port=settings.port)
         # Computed now, for any host and port, so that a setting that can never match is refused before anything starts.
-        self._policy = Addresses(settings=replace(settings, host="localhost"), port=1).live_policy()
+        anywhere = Addresses(settings=replace(settings, host="localhost"), port=1)
+        self._policy = LivePolicy(anywhere.policy, anywhere.own_names)
         if (announcement := self._new_announcement()) is not None:
             announcement.check()
         path = settings.record_to if settings.record != "off" else None
         self.records = RecordStore(path) if path is not None else RecordStore.in_memory()
         try:
             self.services: InferenceServer = create_server(
-                manager=self.engine, policy=self._current_policy, save_record=partial(save_record, self.records)
+                manager=self.engine, policy=self._policy, save_record=partial(save_record, self.records)
             )
             """The services behind the routes."""
         except BaseException:
@@ -144,9 +145,6 @@ class LocalServer:
         self._announcement: Announcement | None = None
         self._remove_record: Callable[[], None] | None = None
         self._callbacks: list[Callable[[], None]] = []
-
-    def _current_policy(self) -> GuardPolicy:
-        return self._policy()
 
     # Lifetime
 
@@ -175,7 +173,7 @@ class LocalServer:
             self.services.close()
             raise
         self.addresses = Addresses(settings=self.settings, port=sock.getsockname()[1])
-        self._policy = self.addresses.live_policy()
+        self._policy.replace(self.addresses.policy, self.addresses.own_names)
         try:
             self.thread = HostedLoop(asyncio.get_running_loop()) if self.mode == "kernel" else LoopThread()
             self.thread.start()

@@ -365,6 +365,8 @@ def test_a_live_policy_is_created_again_only_after_a_change(monkeypatch):
     now = 10 * REFRESH_S
     assert policy() is policy()
     assert len(made) == 3
+    policy.replace(lambda: local_policy(8500), lambda: None)
+    assert "127.0.0.1:8500" in policy().hosts, "another port is used at once"
 
 
 def test_webviews_are_accepted_only_if_the_policy_allows_them():
