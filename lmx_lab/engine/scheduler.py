@@ -92,21 +92,19 @@ class Scheduler(Generic[Key]):
         self._running: dict[Key, _Entry] = {}
         self._prefilling: set[Key] = set()
         self._added = 0
-
-    @property
-    def queued(self) -> list[Key]:
+        # New lists replace these after each change, so that any thread may iterate over them.
+        self.queued: list[Key] = []
         """The requests that wait for a slot, including paused ones."""
-        return list(self._queued)
+        self.running: list[Key] = []
+        """The requests that have a slot."""
+
+    def _update_lists(self) -> None:
+        self.queued, self.running = list(self._queued), list(self._running)
 
     @property
     def not_started(self) -> list[Key]:
         """The requests that have never had a slot."""
         return [key for key, entry in self._queued.items() if entry.admitted_at is None]
-
-    @property
-    def running(self) -> list[Key]:
-        """The requests that have a slot."""
-        return list(self._running)
 
     @property
     def idle(self) -> bool:
@@ -126,6 +124,7 @@ class Scheduler(Generic[Key]):
             self._added += 1
             short = tokens <= SHORT_PROMPT_TOKENS
             self._queued[key] = _Entry(number=self._added, client=client, short=short, queued_at=now)
+        self._update_lists()
 
     def admit(self, judge: Callable[[Key], Verdict], now: float) -> Key | None:
         """Give a slot to the next request, whose prefill starts, and return its key; None if no request can start.
@@ -145,6 +144,7 @@ class Scheduler(Generic[Key]):
                 self._running[key] = self._queued.pop(key)
                 self._prefilling.add(key)
                 entry.admitted_at, entry.is_next = now, False
+                self._update_lists()
                 return key
             if verdict is Verdict.BLOCKED:
                 return None
@@ -181,6 +181,7 @@ class Scheduler(Generic[Key]):
         self._queued[paused].queued_at = now
         self._queued[starting].is_next = True
         self._queued = dict(sorted(self._queued.items(), key=lambda item: (not item[1].is_next, item[1].number)))
+        self._update_lists()
         return paused
 
     def next_pause_at(self) -> float | None:
@@ -216,7 +217,9 @@ class Scheduler(Generic[Key]):
         twice.
         """
         self._prefilling.discard(key)
-        return (self._queued.pop(key, None) or self._running.pop(key, None)) is not None
+        removed = self._queued.pop(key, None) or self._running.pop(key, None)
+        self._update_lists()
+        return removed is not None
 
 
 class SlotTimes:
