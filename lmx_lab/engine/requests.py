@@ -38,11 +38,6 @@ class Caller:
     """Whether to wait if the queue is full, because the request is part of one that was accepted."""
 
     @property
-    def kind(self) -> Literal["chat", "internal"]:
-        """The kind of its generations in events, metrics and lists of requests."""
-        return "internal" if self.internal else "chat"
-
-    @property
     def scope(self) -> str:
         """Text that all requests of one caller have in common. All programs on this machine are one caller, and other
         callers are distinguished by their addresses.

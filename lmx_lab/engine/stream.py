@@ -64,14 +64,6 @@ class Mailbox:
                 self.end = self.end or item
         self.changed.set()
 
-    def take(self) -> Delta | None:
-        """Return everything since the last call as one delta; None if there is nothing to show."""
-        if not self.deltas:
-            return None
-        deltas, self.deltas = self.deltas, []
-        # Nearly always there is only one.
-        return deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
@@ -173,7 +165,10 @@ class Answer:
     async def __anext__(self) -> Delta:
         mailbox = self._mailbox
         while not self._closed:
-            if (delta := mailbox.take()) is not None:
+            if mailbox.deltas:
+                deltas, mailbox.deltas = mailbox.deltas, []
+                # Nearly always there is only one.
+                delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
                 self._count(delta)
                 return delta
             if isinstance(mailbox.end, LabError):

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from contextlib import asynccontextmanager, suppress
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -101,7 +101,7 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         watch = self._watch
         try:
-            async with watch:
+            async with watch.watching():
                 head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
                 await watch.send(send(head))
                 try:
@@ -179,7 +179,7 @@ async def while_connected(
 
 
 class SendWatch:
-    """An async context manager that ends its block with ``TimeoutError`` if the client accepts no data.
+    """Ends the block of ``watching`` with ``TimeoutError`` if the client accepts no data.
 
     Time in which the event loop is busy does not count, because the server cannot send data then.
 
@@ -215,17 +215,16 @@ class SendWatch:
         """Whether this watch has ended the block."""
         return self._timeout.expired()
 
-    async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
-        # There is one timer for the whole stream, because a timer for each token would be too expensive.
-        self._timer = self._loop.call_later(self._check_s, self._check)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        await self._timeout.__aexit__(kind, value, trace)
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Watch ``send`` in the block."""
+        async with self._timeout:
+            # There is one timer for the whole stream, because a timer for each token would be too expensive.
+            self._timer = self._loop.call_later(self._check_s, self._check)
+            try:
+                yield
+            finally:
+                self._timer.cancel()
 
     async def send(self, sending: Awaitable[None]) -> None:
         """Await the call that sends data and returns once the connection accepts more."""

@@ -36,6 +36,7 @@ from lmx_lab.values.models import Kind
 from lmx_lab.values.outputs import EncodeReport, TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
+from lmx_lab.wire.admin import RequestKind
 
 NOT_RECORDED = Caller(local=True, own=None)
 
@@ -109,7 +110,8 @@ class InferenceService:
         """
         caller = request.caller
         model = request.model or self.manager.main_id
-        waiting = self.requests.begin(caller, kind=caller.kind, model=model, index=first)
+        kind: RequestKind = "internal" if caller.internal else "chat"
+        waiting = self.requests.begin(caller, kind=kind, model=model, index=first)
         mode = self.recording.mode
         if is_recorded := caller.own is not None and (mode == "all" or (mode == "own" and caller.own)):
             request = with_seed(request)

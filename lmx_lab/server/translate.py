@@ -224,7 +224,8 @@ class _Conversation:
     """
 
     def __init__(self) -> None:
-        self._groups: list[list[Mapping[str, Any]]] = []
+        self.groups: list[list[Mapping[str, Any]]] = []
+        """Messages, each followed by the results of its calls."""
         self._waiting: dict[str, list[list[Mapping[str, Any]]]] = {}
         """The groups of the messages with the calls of each id that have no result yet."""
         self._latest: list[tuple[str, str]] = []
@@ -233,7 +234,7 @@ class _Conversation:
 
     def add(self, message: dict[str, Any], calls: Sequence[tuple[str | None, str, Any]] = ()) -> None:
         """Add a message with its calls: the id, the function and the arguments of each."""
-        self._groups.append([message])
+        self.groups.append([message])
         if not calls:
             return
         named = [(id_ or f"call_{at}", *called) for at, (id_, *called) in enumerate(calls, self._calls + 1)]
@@ -244,7 +245,7 @@ class _Conversation:
         self._calls += len(calls)
         self._latest = [(id_, name) for id_, name, _ in named]
         for id_, _ in self._latest:
-            self._waiting.setdefault(id_, []).append(self._groups[-1])
+            self._waiting.setdefault(id_, []).append(self.groups[-1])
 
     def add_result(self, message: dict[str, Any], call_id: str | None) -> None:
         """Add the result of a tool.
@@ -260,11 +261,7 @@ class _Conversation:
         if called_in := self._waiting.get(call_id or ""):
             called_in.pop().append(result)
         else:
-            self._groups.append([result])
-
-    def messages(self) -> tuple[Mapping[str, Any], ...]:
-        """Return all messages."""
-        return tuple(itertools.chain.from_iterable(self._groups))
+            self.groups.append([result])
 
 
 def _messages(messages: Sequence[ChatMessage]) -> tuple[Mapping[str, Any], ...]:
@@ -298,7 +295,9 @@ def _messages(messages: Sequence[ChatMessage]) -> tuple[Mapping[str, Any], ...]:
         if message.role in ("tool", "function"):
             conversation.add_result(converted, message.tool_call_id)
             continue
-        calls = [(call.id, call.called.name, call.called.arguments) for call in message.calls]
+        calls: list[tuple[str | None, str, Any]] = []
+        if message.role == "assistant":
+            calls += [(call.id, call.called.name, call.called.arguments) for call in message.calls]
         for block in used:
             arguments = block.get("input")
             calls.append(
@@ -309,7 +308,7 @@ def _messages(messages: Sequence[ChatMessage]) -> tuple[Mapping[str, Any], ...]:
             conversation.add_result(result, _id_in(block, "tool_use_id"))
         if roles[number] != "tool":
             conversation.add(converted, calls)
-    return conversation.messages()
+    return tuple(itertools.chain.from_iterable(conversation.groups))
 
 
 def _blocks(message: ChatMessage) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

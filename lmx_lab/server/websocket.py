@@ -136,7 +136,7 @@ async def send_answer(
     writer = writer_for(choices.model)
     watch = SendWatch(lambda: service.blocked_limit_s(choices.running))
     try:
-        async with watch, aclosing(choices.texts(writer, lambda error: detail_for(socket, error))) as texts:
+        async with watch.watching(), aclosing(choices.texts(writer, lambda error: detail_for(socket, error))) as texts:
             async for text in texts:
                 await watch.send(send_text(socket, message(text)))
     except TimeoutError:

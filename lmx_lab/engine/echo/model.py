@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 import re
 import string
 import sys
@@ -190,8 +191,8 @@ class AnswerSampler:
         self._model = model
         self._text = text
         self._sampling = sampling
-        self._ignore_eos = ignore_eos
-        self._min_tokens = min_tokens
+        self._min_tokens = math.inf if ignore_eos else min_tokens
+        """Number of tokens up to which the text is repeated after its end."""
         self._at = 0
         """Number of tokens chosen so far."""
         self._on_text = True
@@ -250,9 +251,7 @@ class AnswerSampler:
     def scores(self, *, constrained: bool) -> Scores:
         """Return the score of every token, after penalties and bias."""
         scores = (self._model.constrained if constrained else self._model.free).copy()
-        if self._must_continue:
-            scores[END] = scores[0]
-        elif self._at >= len(self._text) or not self._on_text:
+        if self._at >= len(self._text) or not self._on_text:
             scores[END] = END_SCORE
         token, score = self._preferred()
         scores[token] = max(scores[token], score)
@@ -269,14 +268,9 @@ class AnswerSampler:
             scores[END] = NO_SCORE
         return scores
 
-    @property
-    def _must_continue(self) -> bool:
-        """Whether the text is repeated after its end."""
-        return self._ignore_eos or self._at < self._min_tokens
-
     def _preferred(self) -> tuple[int, float]:
         """Return the token that continues the answer, and its score."""
-        if self._must_continue:
+        if self._at < self._min_tokens:
             score = TEXT_SCORE if self._at < len(self._text) else AFTER_SCORE
             return self._text[self._at % len(self._text)] if self._text else FIRST_PIECE, score
         if self._on_text and self._at < len(self._text):
