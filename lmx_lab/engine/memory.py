@@ -15,7 +15,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def memory_limit_bytes(
     environ: Mapping[str, str], cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP
 ) -> int | None:
     """Return the memory limit for all processes of the container together; ``None`` if there is no limit."""
-    limits = [limit for _, _, limit in _memory_limits(cgroups, membership)]
+    limits = [limit for _, _, limit in _memory_limits(_groups("memory", cgroups, membership))]
     if (own_limit := _data_limit()) is not None:
         limits.append(max(0, own_limit - RESERVED_BYTES))
     if (hub_limit := _hub_limit(environ, HUB_MEMORY)) is not None:
@@ -81,8 +81,12 @@ def memory_limit_bytes(
 
 def container_free_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
     """Return the memory that is available within the control groups; ``None`` if none of them has a limit."""
+    return _least_free(_memory_limits(_groups("memory", cgroups, membership)))
+
+
+def _least_free(limits: Iterable[tuple[Path, MemoryFiles, int]]) -> int | None:
     free = []
-    for folder, files, limit in _memory_limits(cgroups, membership):
+    for folder, files, limit in limits:
         used, stat = _integers(folder / files.used), _text(folder / "memory.stat").split()
         if not used:
             continue
@@ -126,9 +130,9 @@ def threads_from_environment(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def _memory_limits(cgroups: Path, membership: Path) -> Iterator[tuple[Path, MemoryFiles, int]]:
+def _memory_limits(groups: Iterable[Path]) -> Iterator[tuple[Path, MemoryFiles, int]]:
     # Version 1 writes "no limit" as a number larger than any machine's memory, which needs no special case.
-    for folder in _groups("memory", cgroups, membership):
+    for folder in groups:
         for files in MEMORY_FILES:
             if limit := _integers(folder / files.limit):
                 yield folder, files, limit[0]
@@ -159,9 +163,9 @@ def _groups(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
         (cgroups / "unified", own.get("", "")),
         (cgroups / controller, own.get(controller, "")),
     ):
-        parts = Path(path.lstrip("/")).parts
-        inner = mount if ".." in parts else mount.joinpath(*parts)
-        yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount))
+        parts = [part for part in path.split("/") if part]
+        for depth in range(0 if ".." in parts else len(parts), -1, -1):
+            yield mount.joinpath(*parts[:depth])
 
 
 def _integers(file: Path) -> list[int]:
@@ -174,7 +178,8 @@ def _integers(file: Path) -> list[int]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
+        with open(file, "rb") as opened:
+            return opened.read().decode(errors="replace")
     except OSError:
         return ""
 
@@ -259,11 +264,10 @@ def pressure_reason(
         high, used = _integers(folder / "memory.high"), _integers(folder / "memory.current")
         if high and used and used[0] > high[0] * (1 - free_share):
             return f"the container uses {used[0] / 1e9:.2f} GB, and is slowed down above {high[0] / 1e9:.2f} GB"
-    limit = min((limit for _, _, limit in _memory_limits(cgroups, membership)), default=None)
-    if limit is not None:
-        free = container_free_bytes(cgroups, membership)
-        if free is not None and free < limit * free_share:
-            return f"{free / 1e9:.2f} GB of the container's {limit / 1e9:.2f} GB are free"
+    limits = list(_memory_limits(groups))
+    free, limit = _least_free(limits), min((limit for *_, limit in limits), default=0)
+    if free is not None and free < limit * free_share:
+        return f"{free / 1e9:.2f} GB of the container's {limit / 1e9:.2f} GB are free"
     if sys.platform == "darwin":
         level, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
         name = b"kern.memorystatus_vm_pressure_level"

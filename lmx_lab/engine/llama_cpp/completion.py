@@ -305,7 +305,7 @@ class AnswerReader:
 
     def ends_step(self, generation: LlamaGeneration, chunk: Mapping[str, Any]) -> bool:
         """Return whether an event ends a request of an answer that ``needs_steps``, but not the answer."""
-        if not needs_steps(generation.request, generation.grammar) or not chunk.get("stop"):
+        if not chunk.get("stop") or not needs_steps(generation.request, generation.grammar):
             return False
         if chunk["stop_type"] != "limit" or self._tokens_before + self.step_tokens >= generation.max_tokens:
             return False
