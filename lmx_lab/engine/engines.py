@@ -174,14 +174,13 @@ class Engines:
         engine = self.of(entry)
         return engine.memory.limit - sum(it.memory_bytes for it in models if share_memory(engine, self.of(it.entry)))
 
-    def memory(self, models: Iterable[LoadedModel[Any]], main: ModelEntry | None) -> EngineMemory:
-        """Return the memory of all engines together.
+    def memory(self, models: Iterable[LoadedModel[Any]]) -> EngineMemory:
+        """Return the memory of all engines together, with that of a GPU.
 
         Args:
             models: The models in memory.
-            main: The main model. ``is_of_device`` is that of its engine.
         """
-        total, limit, used, is_of_device = self._machine_bytes, 0, 0, False
+        total, limit, used = self._machine_bytes, 0, 0
         for name, engine in list(self._created.items()):
             memory = engine.memory
             engine_used = memory.used
@@ -189,10 +188,8 @@ class Engines:
                 engine_used = sum(it.memory_bytes for it in models if engine_for(it.entry.format).name == name)
             self._peaks[name] = max(self._peaks.get(name, 0), engine_used, memory.peak or 0)
             total, limit, used = max(total, memory.total), max(limit, memory.limit), used + engine_used
-            if main is None or engine_for(main.format).name == name:
-                is_of_device = memory.is_of_device
         peak = sum(list(self._peaks.values()))
-        return EngineMemory(total=total, limit=limit, used=used, peak=peak, is_of_device=is_of_device)
+        return EngineMemory(total=total, limit=limit, used=used, peak=peak)
 
     @property
     def blas(self) -> BlasReport | None:

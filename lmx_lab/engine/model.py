@@ -1,8 +1,8 @@
 """Describe what an engine is, and hold one model in memory: ``LoadedModel`` accepts its requests until ``close``.
 
 An engine checks and loads models. It does not know which of them is the main model, or why one is loaded or unloaded:
-``engine.manager`` decides that. The tests in ``tests/contract/engines`` check every engine; ``Capabilities`` and the
-table in ``docs/server.md`` describe where engines differ.
+``engine.manager`` decides that. The tests in ``tests/contract/engines`` check every engine; the table in
+``docs/server.md`` describes where engines differ.
 
 A ``LoadedModel`` is a handle that belongs to the loop of the manager. It refers to weights only if the engine keeps
 them on that loop.
@@ -53,18 +53,6 @@ Prepare: TypeAlias = "Callable[[Tokenizer[Row]], Awaitable[list[Generation[Row]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """Optional features of an engine. Requests that need others are refused with ``InvalidRequestError``."""
-
-    thinking_budget: bool
-    """Supports ``GenerationRequest.thinking_budget``."""
-    input_types: bool
-    """Supports ``EmbeddingRequest.input_type`` for models whose files have prompts for it."""
-    steering: bool
-    """Supports ``GenerationRequest.steer``."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineHost:
     """What the manager passes to each engine. The functions may be called from any thread."""
 
@@ -100,9 +88,6 @@ class Engine(Protocol):
     Errors are ``LabError`` values. Cancelling ``check`` or ``load`` ends it, and releases its memory and its processes;
     a thread that waits for a disk is abandoned.
     """
-
-    @property
-    def capabilities(self) -> Capabilities: ...
 
     @property
     def memory(self) -> EngineMemory:
@@ -178,7 +163,6 @@ class LoadedModel(ABC, Generic[Row]):
         dimensions: int | None = None,
         context_length: int | None = None,
         slots: int | None = None,
-        batch_invariant: bool = True,
     ) -> None:
         warnings = [entry.warning, tokenizer.chat_format.warning if tokenizer is not None else ""]
         self.entry = replace(entry, warning="; ".join(filter(None, warnings)))
@@ -196,7 +180,6 @@ class LoadedModel(ABC, Generic[Row]):
         """Number of tokens of texts that were computed."""
         self.context_length = context_length
         self.slots = slots
-        self.batch_invariant = batch_invariant
         self._settings = settings
         self._tokenizer = tokenizer
         self._answers = answers
@@ -264,12 +247,9 @@ class LoadedModel(ABC, Generic[Row]):
             unloading=unloading,
             context_length=self.context_length,
             slots=self.slots,
-            batch_invariant=self.batch_invariant,
             active_requests=started + (len(scheduler.running) if scheduler is not None else 0),
             queued_requests=jobs - started + (len(scheduler.queued) if scheduler is not None else 0),
-            encode_requests=self._jobs.encoding,
             prefix_cache_bytes=self.prefix_cache_bytes,
-            slot_free_s=self.slot_free_s,
             progress_at=self.progress_at,
             totals=self.totals,
         )

@@ -130,7 +130,7 @@ class Residents:
             phase = "loading"
         elif main is None and isinstance(now.lost, EngineDeadError):
             phase = "dead"
-        memory = self._engines.memory(now.models, now.main.entry if now.main is not None else None)
+        memory = self._engines.memory(now.models)
         return EngineSnapshot(
             state=phase,
             models=tuple(states),
@@ -146,7 +146,6 @@ class Residents:
             memory_limit_bytes=self._budget.total_bytes,
             memory_pressure=self._budget.pressure,
             memory_freed_bytes=self._budget.freed_bytes,
-            memory_is_of_device=memory.is_of_device,
             blas=self._engines.blas,
         )
 

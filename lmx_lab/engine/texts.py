@@ -67,7 +67,6 @@ class _Running:
     work: Coroutine[Any, Any, Any]
     permit: Permit
     is_started: Callable[[], bool]
-    is_encoding: bool
 
 
 class Jobs:
@@ -86,22 +85,14 @@ class Jobs:
         """Number of jobs whose computation has begun."""
         return sum(job.is_started() for job in list(self._jobs.values()))
 
-    @property
-    def encoding(self) -> int:
-        """Number of jobs that compute vectors or scores."""
-        return sum(job.is_encoding for job in list(self._jobs.values()))
-
-    def start(
-        self, work: Coroutine[Any, Any, T], permit: Permit, *, is_started: Callable[[], bool], is_encoding: bool = True
-    ) -> asyncio.Task[T]:
+    def start(self, work: Coroutine[Any, Any, T], permit: Permit, *, is_started: Callable[[], bool]) -> asyncio.Task[T]:
         """Start the task of an accepted request. Cancelling the task ends the job.
 
         Args:
             is_started: Returns whether the computation has begun.
-            is_encoding: Whether it computes vectors or scores.
         """
         task = asyncio.create_task(self._run(work), name=f"lmx-lab job on {permit.admission.model}")
-        self._jobs[task] = _Running(work=work, permit=permit, is_started=is_started, is_encoding=is_encoding)
+        self._jobs[task] = _Running(work=work, permit=permit, is_started=is_started)
         # Runs before the caller gets the result, and also if the task is cancelled before its first step.
         task.add_done_callback(self._forget)
         # Retrieved, because the caller may have left.

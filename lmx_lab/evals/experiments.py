@@ -174,8 +174,6 @@ class Experiments(Displayed, Sequence[Evaluation]):
         for id_, data, *values in self._select(sql, *parameters):
             try:
                 stored = json.loads(zlib.decompress(data))
-                # Files of earlier versions contain only the rows.
-                stored = {"rows": stored, "index": None} if isinstance(stored, list) else stored
                 rows = list(map(EvaluatedRow.of_fields, stored["rows"]))
                 index = None if stored["index"] is None else make_index(stored["index"])
             except (zlib.error, ValueError, TypeError, KeyError) as exc:

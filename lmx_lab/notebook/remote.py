@@ -247,8 +247,7 @@ class RemoteBackend:
             note = f"The server has sent nothing for {silent_s:.0f} s: a cell there may block its event loop."
             now = {"state": "lagging", "note": note}
         loaded = [record for record in received.records.models if record.loaded] if received.records else []
-        # Servers of older versions do not report the main model; they have only one that is not pinned.
-        main = next((it for it in loaded if it.main), next((it for it in loaded if not it.pinned), None))
+        main = next((it for it in loaded if it.main), None)
         model = main.id if main is not None else None
         unloading, received_at = received.unloading
         if unloading is not None and unloading.seconds_left is not None:

@@ -287,11 +287,6 @@ class EventRows:
         return self._bytes
 
     @property
-    def growing(self) -> int:
-        """Number of rows that may still grow."""
-        return len(self._growing)
-
-    @property
     def filter(self) -> RowFilter:
         return self._filter
 

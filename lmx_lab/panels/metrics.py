@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import html
 import math
-import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -211,6 +210,4 @@ def pack_columns(rows: Iterable[Sequence[float]], end: float) -> bytes:
     flat = array("f")
     for number, column in enumerate(zip(*rows, strict=True)):
         flat.extend(column if number else (at - end for at in column))
-    if sys.byteorder == "big":
-        flat.byteswap()
     return flat.tobytes()

@@ -76,15 +76,9 @@ class ModelState:
     """Maximum number of tokens of a request, prompt and answer; None if there is no limit."""
     slots: int | None = None
     """Number of requests that it decodes in parallel; None for encoders."""
-    batch_invariant: bool = True
-    """Whether the tokens of an answer do not depend on other requests."""
     active_requests: int = 0
     queued_requests: int = 0
-    encode_requests: int = 0
-    """Embedding and rerank requests among the active and queued ones."""
     prefix_cache_bytes: int = 0
-    slot_free_s: float = 1.0
-    """Estimated seconds until a running request ends and frees its slot."""
     progress_at: float = 0.0
     """When it last computed something, or a request received something (``time.perf_counter``)."""
     totals: TokenTotals = field(default_factory=TokenTotals)
@@ -162,8 +156,6 @@ class EngineSnapshot:
     """Why the machine or the container is short of memory; None if it is not."""
     memory_freed_bytes: int = 0
     """How much less memory models and requests use than at the beginning of ``memory_pressure``."""
-    memory_is_of_device: bool = False
-    """Whether this memory belongs to a GPU, so that engines on the CPU do not use it."""
     blas: BlasReport | None = None
     """The BLAS behind MLX; None until that engine has started."""
 
@@ -209,11 +201,6 @@ class EngineSnapshot:
     @property
     def queued_requests(self) -> int:
         return sum(model.queued_requests for model in self.models)
-
-    @property
-    def encode_requests(self) -> int:
-        """Embedding and rerank requests among the active and queued ones."""
-        return sum(model.encode_requests for model in self.models)
 
     @property
     def prefix_cache_bytes(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import base64
 import binascii
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -80,9 +79,6 @@ def recorded_steering(request: Mapping[str, Any]) -> tuple[SteeringVector, ...]:
 
 def encode_components(components: array.array[float]) -> str:
     """Return an array of the type ``f`` as base64 of little-endian float32."""
-    if sys.byteorder == "big":
-        components = array.array("f", components)
-        components.byteswap()
     return base64.b64encode(components.tobytes()).decode()
 
 

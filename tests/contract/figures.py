@@ -227,13 +227,15 @@ class Cells(Html):
         return Picture(page=page, area=area, places=places, ends=corners, levels=levels, texts=texts)
 
 
-class CellsWithValues(Cells):
-    name = "heat map with values"
+class CellsWithTexts(Cells):
+    name = "heat map with texts"
 
     def draw(self, values, name=NAME):
         columns = [str(at) for at in range(len(values))]
-        drawn = HeatMap(title="Values", values=[values], rows=[name], columns=columns, row_axis="row", unit="unit")
-        return drawn.with_values().svg()
+        texts = [[f"{value:.2f}" for value in values]]
+        return HeatMap(
+            title="Values", values=[values], rows=[name], columns=columns, row_axis="row", unit="unit", texts=texts
+        ).svg()
 
 
 def rectangle(element):
@@ -417,7 +419,7 @@ RENDERERS = (
     LineImage(),
     ProbeChart(),
     Cells(),
-    CellsWithValues(),
+    CellsWithTexts(),
     Attention(),
     Patching(),
     Attribution(),

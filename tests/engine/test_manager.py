@@ -563,7 +563,7 @@ async def test_a_model_that_is_pinned_while_its_unload_waits_for_answers_stays()
     async with running(replace(SETTINGS, echo_tokens_per_s=100)) as lab:
         await load_entry(lab.manager, EMBEDDER)
         embedding = asyncio.create_task(lab.manager.embed(EmbeddingRequest(inputs=("word " * 20,))))
-        await auntil(lambda: lab.manager.snapshot.encode_requests)
+        await auntil(lambda: lab.manager.snapshot.requests)
         unloading = asyncio.create_task(lab.manager.unload(wait=True))
         await lab.until_unloading()
         await load_entry(lab.manager, EMBEDDER, PIN)

@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import time
 import zlib
-from contextlib import closing
 
 import numpy as np
 import pandas as pd
@@ -452,7 +451,6 @@ def test_damaged_rows_are_named(lab, tmp_path):
 
 
 def test_rows_are_stored_as_flat_objects(lab, tmp_path):
-    """Files of earlier versions have this form."""
     rows = [{"text": "a", "right": "b"}]
     result = lab.evaluate(rows, "{text}", answer="right", metric=Choice(["a", "b"]), store=False)
     experiments = Experiments(tmp_path / "experiments.db")
@@ -468,10 +466,6 @@ def test_rows_are_stored_as_flat_objects(lab, tmp_path):
         **{"finish_reason": None, "prompt_tokens": row.answered.prompt_tokens, "output_tokens": None},
         **{"total_s": row.answered.total_s, "request_id": row.answered.request_id},
     }
-    with closing(sqlite3.connect(experiments.path)) as connection, connection:
-        connection.execute("UPDATE experiments SET data = ?", (zlib.compress(json.dumps([stored]).encode()),))
-    # Earlier versions stored only the rows, without the index of the table.
-    pd.testing.assert_frame_equal(experiments[0].df, result.df)
     again = EvaluatedRow.of_fields({**stored, "new": 1})
     assert again.to_fields() == {**row.to_fields(), "choices": ["a", "b"], "logprobs": stored["logprobs"]}
     assert again.probability == row.probability

@@ -182,5 +182,4 @@ def write_starter(wheels: Path, id_: str, files: Mapping[str, bytes]) -> Starter
         unpacked_bytes=sum(map(len, files.values())),
         members={path: path.removeprefix("tiny/") for path in files},
         kind="chat",
-        license="MIT",
     )

@@ -22,8 +22,8 @@ def test_the_state_of_the_main_model_and_the_sums_of_all():
     assert (now.model, now.model_memory_bytes, now.context_length, now.slots) == ("echo", 5, 7, 2)
     assert [each.entry.id for each in now.pinned] == ["minilm"]
     assert (now.active_requests, now.queued_requests, now.requests, now.prefix_cache_bytes) == (1, 0, 1, 6)
-    busy = replace(now, models=tuple(replace(each, queued_requests=2, encode_requests=1) for each in now.models))
-    assert (busy.queued_requests, busy.requests, busy.encode_requests) == (4, 5, 2)
+    busy = replace(now, models=tuple(replace(each, queued_requests=2) for each in now.models))
+    assert (busy.queued_requests, busy.requests) == (4, 5)
 
 
 def test_without_a_main_model_it_has_no_properties():

@@ -29,7 +29,7 @@ from lmx_lab.engine.echo.model import (
 from lmx_lab.engine.echo.script import END_OF_THOUGHTS, THINK, Script, ScriptAnswer, read_script
 from lmx_lab.engine.grammar.compile import GrammarCompiler
 from lmx_lab.engine.memory import total_bytes
-from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel, Prepare
+from lmx_lab.engine.model import EngineHost, EngineMemory, LoadedModel, Prepare
 from lmx_lab.engine.preparer import Tokenizer, ends_answer
 from lmx_lab.engine.requests import (
     SHARED,
@@ -496,7 +496,6 @@ class EchoLoaded(LoadedModel[EchoRow]):
 class EchoEngine:
     """``Engine`` for the built-in entry ``echo``."""
 
-    capabilities = Capabilities(thinking_budget=True, input_types=True, steering=False)
     blas = None
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:

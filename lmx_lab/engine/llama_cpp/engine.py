@@ -33,7 +33,7 @@ from lmx_lab.engine.llama_cpp.scoring import LlamaScorer
 from lmx_lab.engine.llama_cpp.slots import LlamaSlots
 from lmx_lab.engine.llama_cpp.tokenizer import GgufTokenizer, LlamaTokenizer
 from lmx_lab.engine.memory import default_threads, prefix_cache_bytes, total_bytes
-from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel
+from lmx_lab.engine.model import EngineHost, EngineMemory, LoadedModel
 from lmx_lab.engine.requests import EmbeddingRequest, Embeddings
 from lmx_lab.engine.scheduler import Permit
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, detect_chat_format
@@ -148,7 +148,6 @@ class LlamaModel(LoadedModel[AnswerReader]):
             dimensions=dimensions,
             context_length=plan.context_length,
             slots=plan.slots if self._slots is not None else None,
-            batch_invariant=batch_invariant,
         )
         self.tokenizer = tokenizer
         self._host = host
@@ -352,7 +351,6 @@ def _end_if_overwritten(process: LlamaProcess, checking: asyncio.Future[bool]) -
 class LlamaCppEngine:
     """``Engine`` for ``.gguf`` files."""
 
-    capabilities = Capabilities(thinking_budget=False, input_types=False, steering=False)
     blas = None
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:

@@ -28,7 +28,7 @@ from lmx_lab.engine.mlx.thread import LoadThread, MlxThread
 from lmx_lab.engine.mlx.tokenizer import MlxTokenizer
 from lmx_lab.engine.mlx.tracing import TraceJob
 from lmx_lab.engine.mlx.weights import Cancellation, ChatWeights
-from lmx_lab.engine.model import Capabilities, EngineHost, EngineMemory, LoadedModel, Prepare
+from lmx_lab.engine.model import EngineHost, EngineMemory, LoadedModel, Prepare
 from lmx_lab.engine.preparer import Tokenizer, encode_prompt, token_of
 from lmx_lab.engine.requests import GenerationRequest, TraceRequest
 from lmx_lab.engine.scheduler import Permit, deadline
@@ -229,7 +229,7 @@ class MlxChat(MlxModel):
             async with deadline(arrived_at, timeout_s, "trace a shorter text, or fewer positions"):
                 return await self._thread.compute(self._thread.tracing, job)
 
-        return self._jobs.start(work(), permit, is_started=lambda: job.started_at > 0, is_encoding=False)
+        return self._jobs.start(work(), permit, is_started=lambda: job.started_at > 0)
 
 
 class MlxEncoder(MlxModel):
@@ -304,8 +304,6 @@ def _slices(items: Sequence[Item], *, beside: int = 0) -> Iterator[tuple[int, li
 
 class MlxEngine:
     """``Engine`` for models in MLX's format. Its thread starts with the first load, and again after it has died."""
-
-    capabilities = Capabilities(thinking_budget=True, input_types=True, steering=True)
 
     def __init__(self, settings: Settings, host: EngineHost) -> None:
         self._settings = settings

@@ -146,9 +146,9 @@ async def test_an_invalid_input_is_refused_by_its_index(embedder, text, problem)
         await vectors(embedder, "sea", text)
 
 
-async def test_input_types_are_supported_or_refused_as_the_capabilities_state(embedder):
+async def test_llama_cpp_refuses_input_types(embedder, model_format):
     typed_request = EmbeddingRequest(inputs=SENTENCES, input_type="query")
-    if not embedder.engine.capabilities.input_types:
+    if model_format == "gguf":
         with invalid("input_type", "leave out input_type"):
             await embedder.embed(typed_request)
         return
@@ -162,7 +162,7 @@ async def test_texts_end_in_time_or_with_an_error(embedder):
         await embedder.embed(many)
     cancelled = asyncio.create_task(embedder.embed(replace(many, timeout_s=None)))
     await until_busy(embedder)
-    assert embedder.snapshot.encode_requests == 1
+    assert embedder.snapshot.requests == 1
     cancelled.cancel()
     await until_idle(embedder)
     assert (await vectors(embedder, "sea")).shape == (1, 384)
