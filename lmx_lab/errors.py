@@ -357,6 +357,7 @@ class MissingPackageError(LabError, ImportError, code="package-missing"):
     """An optional package is not installed; the message contains the command that installs it."""
 
 
+UNKNOWN_FIELD = "is not a field of this request, or not supported by this version"
 OTHER_NAMES = {
     "schema": "response_format",
     "json_schema": "response_format",
@@ -366,8 +367,20 @@ OTHER_NAMES = {
     "num_predict": "max_tokens",
     "stop_sequences": "stop",
     "system": "messages",
+    "regex": "guided_regex",
+    "ebnf": "grammar",
+    "random_seed": "seed",
+    "min_new_tokens": "min_tokens",
+    "thinking_budget": "thinking_token_budget",
+    "thinking_budget_tokens": "thinking_token_budget",
+    "think": "enable_thinking",
+    "output_dimension": "dimensions",
+    "output_dtype": "encoding_format",
+    "embedding_type": "encoding_format",
+    "truncation": "truncate",
+    "top_k": "top_n",
 }
-"""Names of arguments in other libraries that are not similar to the names here."""
+"""Names of arguments in other libraries and servers that are not similar to the names here."""
 
 
 def first_names(names: Sequence[str], most: int) -> str:
@@ -386,8 +399,12 @@ def newer_version(version: object, latest: int) -> str:
     return f"was written by a newer version of LMX Lab ({versions}: update lmx-lab)"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a phrase for an error message that suggests the most similar known name; empty if none is similar."""
+def did_you_mean(name: str, known: Iterable[str], *, similarity: float = 0.6) -> str:
+    """Return a phrase for an error message that suggests the most similar known name; empty if none is similar.
+
+    Args:
+        similarity: The least similarity of names, from 0 to 1, which is that of equal names.
+    """
     names = list(known)
     other = OTHER_NAMES.get(name)
     # In a folder that exists, only names of files are compared: a long folder would make all of them similar.
@@ -401,6 +418,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return text[-80:].casefold()
 
     by_spelling = {spelling(each): each for each in reversed(names)}
-    similar = difflib.get_close_matches(spelling(name), by_spelling, n=1)
+    similar = difflib.get_close_matches(spelling(name), by_spelling, n=1, cutoff=similarity)
     suggested = other if other in names else by_spelling[similar[0]] if similar else None
     return f"; did you mean {suggested!r}?" if suggested else ""

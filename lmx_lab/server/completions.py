@@ -106,7 +106,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
 
     async def complete(body: LlamaRequest, request: Request, *, infill: bool) -> Response:
         body = await _with_tokens(service, body, request)
-        converted, ignored = await asyncio.to_thread(body.converted, infill=infill)
+        converted = await asyncio.to_thread(body.converted, infill=infill)
         as_probs, running = bool(body.post_sampling_probs), RunningAnswers()
         prompts = [replace(prompt, after_sampling=as_probs) for prompt in completion_requests(converted)]
         if body.n_predict == 0:
@@ -130,7 +130,7 @@ def completion_routes(service: InferenceService) -> APIRouter:
             writer=lambda model, _: LlamaWriter(running, model, settings, **options),
             choices=converted.n or 1,
             stream=bool(body.stream),
-            ignored=ignored,
+            ignored=converted.ignored(),
             names=field_names(converted),
             read=running.read if converted.timings_per_token else aiter,
         )

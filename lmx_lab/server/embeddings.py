@@ -74,7 +74,7 @@ def embedding_routes(service: InferenceService) -> APIRouter:
         model = public_id(embeddings.report.model, local=caller.local)
         embeddings = replace(embeddings, report=replace(embeddings.report, model=model))
         as_base64 = body.encoding_format == "base64"
-        return json_response(await _written(embeddings, embedding_list, as_base64=as_base64))
+        return json_response(await _written(embeddings, embedding_list, as_base64=as_base64), body.ignored())
 
     @router.post("/v2/embed", response_model=CohereEmbeddings, responses=INFERENCE_ERRORS)
     async def embed(body: CohereEmbedBody, request: Request) -> Response:
@@ -89,7 +89,7 @@ def embedding_routes(service: InferenceService) -> APIRouter:
         )
         with COHERE.in_errors():
             embeddings = await while_connected(request, service.embed(wanted))
-        return json_response(await _written(embeddings, cohere_embeddings, body))
+        return json_response(await _written(embeddings, cohere_embeddings, body), body.ignored())
 
     async def compute(request: Request, given: Input, model: str, **options: Any) -> Embeddings:
         wanted = EmbeddingRequest(
@@ -106,7 +106,7 @@ def embedding_routes(service: InferenceService) -> APIRouter:
         with LLAMA.in_errors():
             embeddings = await compute(request, body.content, body.model)
         is_normal = body.embd_normalize != -1
-        return json_response(await _written(embeddings, llama_embeddings, is_normal=is_normal), body.unknown)
+        return json_response(await _written(embeddings, llama_embeddings, is_normal=is_normal), body.ignored())
 
     @router.post("/embed", response_model=list[list[float]], responses=INFERENCE_ERRORS)
     async def tei_embed(body: TeiEmbedBody, request: Request) -> Response:
@@ -121,7 +121,7 @@ def embedding_routes(service: InferenceService) -> APIRouter:
                 truncate=bool(body.truncate),
             )
         is_normal = body.normalize is not False
-        return json_response(await _written(embeddings, tei_embeddings, is_normal=is_normal), body.unknown)
+        return json_response(await _written(embeddings, tei_embeddings, is_normal=is_normal), body.ignored())
 
     return router
 

@@ -121,7 +121,7 @@ def ollama_model_routes(manager: ModelManager) -> APIRouter:
         now = manager.snapshot
         context_length = now.context_length if entry is now.entry else entry.context_length
         info = await in_thread(functools.partial(_describe, entry, context_length, local=local))
-        return json_response(info.model_dump_json(), body.unknown)
+        return json_response(info.model_dump_json(), body.ignored())
 
     @router.post(
         "/pull",
@@ -138,7 +138,7 @@ def ollama_model_routes(manager: ModelManager) -> APIRouter:
         name, local = _named(body, settings), is_local(request.scope)
         check_admin(manager, local=local)
         download = await while_connected(request, downloads.join(name or "", local=local))
-        headers = ignored_header(body.unknown)
+        headers = ignored_header(body.ignored())
         if body.stream is False:
             await while_connected(request, download.wait())
             return Response(SUCCESS, media_type="application/json", headers=headers)

@@ -73,7 +73,7 @@ def rerank_routes(service: InferenceService) -> APIRouter:
             content = await asyncio.to_thread(_encode, path, body, ranking)
         else:
             content = _encode(path, body, ranking)
-        return json_response(content)
+        return json_response(content, body.ignored())
 
     for path, answer in ANSWERS.items():
         router.add_api_route(
@@ -91,7 +91,7 @@ def rerank_routes(service: InferenceService) -> APIRouter:
         """Score pairs of texts: a query with each document, or each text with the one at the same place."""
         caller = service.caller_of(request)
         content = await while_connected(request, _scores(service, body, caller))
-        return json_response(content)
+        return json_response(content, body.ignored())
 
     return router
 
@@ -139,10 +139,10 @@ def score_field(body: ScoreBody, places: Sequence[int], param: str) -> str:
     """Return the path of a field of a query with documents in the request with the pairs at these places."""
     field, _, number = param.partition(".")
     if field == "query":
-        return f"text_1.{places[0]}" if isinstance(body.first, list) and len(body.first) > 1 else "text_1"
+        return f"text_1.{places[0]}" if isinstance(body.text_1, list) and len(body.text_1) > 1 else "text_1"
     if field != "documents":
         return param
-    return f"text_2.{places[int(number)]}" if number.isdigit() and isinstance(body.second, list) else "text_2"
+    return f"text_2.{places[int(number)]}" if number.isdigit() and isinstance(body.text_2, list) else "text_2"
 
 
 def rerank_request(body: RerankBody | TextsRerankBody, caller: Caller) -> RerankRequest:

@@ -78,7 +78,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
                 answer["tokens"] = [{"id": token, "piece": _piece(data)} for token, data in pairs]
             if body.return_token_strs:
                 answer["token_strs"] = [token_text(data) for data in pieces]
-        return json_response(to_json(answer), body.unknown)
+        return json_response(to_json(answer), body.ignored())
 
     @router.post("/detokenize", response_model=DetokenizeAnswer, responses=INFERENCE_ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -90,7 +90,7 @@ def token_routes(manager: ModelManager) -> APIRouter:
         )
         text = await while_connected(request, manager.with_model(named, lambda model: model.decode(body.tokens)))
         content = to_json({"content": text, "prompt": text})
-        return json_response(content, body.unknown)
+        return json_response(content, body.ignored())
 
     @router.post("/apply-template", response_model=TemplateAnswer, responses=INFERENCE_ERRORS)
     async def apply_template(body: TemplateRequest, request: Request) -> Response:

@@ -1,7 +1,8 @@
 """What all requests share: strict and lenient models, types of fields, ids, unsupported fields, and limits.
 
-Requests are strict: a number in quotes and an unknown field are errors. ``null`` always means the default. A field of
-the format that this server does not support is refused unless its value has no effect.
+Known fields are strict: a number in quotes is an error. ``null`` always means the default. A field of the format that
+this server does not support is refused unless its value has no effect. Other unknown fields are errors in requests of
+this package's own routes, and are ignored in the formats of other servers.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -22,15 +23,15 @@ from pydantic import (
     FailFast,
     Field,
     GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     StringConstraints,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import InitErrorDetails, PydanticCustomError
 from typing_extensions import TypeAliasType
 
+from lmx_lab.errors import UNKNOWN_FIELD, did_you_mean
 from lmx_lab.values.bodies import check_members, listed, whole
 
 ANY_MODEL = "default"
@@ -125,25 +126,6 @@ class RequestModel(BodyModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class FormatModel(RequestModel):
-    """A body, or a part of one, in a format of other servers. Unknown fields whose value is null are ignored."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_null(cls, given: Any) -> Any:
-        # Many clients write all the fields that they know.
-        if not isinstance(given, dict) or None not in given.values():
-            return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in given.items() if value is not None or name in known}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        written = handler(schema)
-        handler.resolve_ref_schema(written)["additionalProperties"] = {"type": "null"}
-        return written
-
-
 class LenientModel(BodyModel):
     """A body, or a part of one, that accepts unknown fields. Known fields are strict."""
 
@@ -153,6 +135,35 @@ class LenientModel(BodyModel):
     def unknown(self) -> list[str]:
         """Names of the given fields that the format does not have. A field whose value is null is not given."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+    def ignored(self) -> Iterator[str]:
+        """Yield the names of the given fields that have no effect, for the header ``x-lmx-ignored``."""
+        yield from unknown_fields(self)
+
+
+NOT_MISSPELT = frozenset({"mode", "models"})
+"""Fields of other servers whose names are similar to ``model``."""
+
+
+class FormatModel(LenientModel):
+    """A body in a format of other servers. Unknown fields are ignored, unless they are known ones under a misspelt or
+    another name."""
+
+    @classmethod
+    def names(cls) -> Collection[str]:
+        """Return the names of the known fields."""
+        return cls.model_fields
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        known = self.names()
+        # Of 256 unknown names, which a body may have, the comparison would take 50 ms.
+        for name in [name for name in self.unknown if name not in known and name not in NOT_MISSPELT][:64]:
+            if meant := did_you_mean(name, known, similarity=0.88):
+                error = PydanticCustomError("misspelt", f"{UNKNOWN_FIELD}{meant}")
+                detail = InitErrorDetails(type=error, loc=(name,), input=None)
+                raise ValidationError.from_exception_data(type(self).__name__, [detail])
+        return self
 
 
 class OtherModel(LenientModel):
@@ -177,9 +188,9 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
                 yield from unknown_fields(inner, f"{path}{name}.")
 
 
-def request_class(name: str) -> type[RequestModel] | None:
+def request_class(name: str) -> type[BodyModel] | None:
     """Return the request class of this name, or the class of a part of a request; None if no such class is imported."""
-    classes = [RequestModel]
+    classes: list[type[BodyModel]] = [BodyModel]
     while classes:
         if (found := classes.pop()).__name__ == name:
             return found

@@ -34,11 +34,10 @@ from lmx_lab.wire.base import (
     Temperature,
     TokenLimit,
     Written,
-    unknown_fields,
 )
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.formats import ResponseFormat, json_text
-from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Hint, Timings, Usage
+from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
 from lmx_lab.wire.tools import (
     PART_LIMIT,
     AnswerFunction,
@@ -267,8 +266,6 @@ class ChatRequest(CompatibleFields):
     reasoning: Reasoning | None = None
 
     prediction: Prediction | None = None
-    # A hint, which cannot make an answer wrong.
-    verbosity: Hint = None
 
     # Extensions.
     continue_final_message: bool | None = None
@@ -294,11 +291,7 @@ class ChatRequest(CompatibleFields):
     include_reasoning: Annotated[Any, Neutral("answers without their reasoning", (True,))] = None
 
     def ignored(self) -> Iterator[str]:
-        """Yield the names of the fields that have no effect."""
         yield from super().ignored()
-        if self.verbosity is not None:
-            yield "verbosity"
-        yield from unknown_fields(self)
         if not (offered := self.offered):
             return
         kept = unique_functions(offered)

@@ -6,7 +6,6 @@ The format is that of https://docs.cohere.com/reference/chat. Messages and tools
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator
@@ -16,13 +15,13 @@ from lmx_lab.wire.base import (
     NO_EMPTY_STOPS,
     WHOLE,
     AnyModel,
+    FormatModel,
     LenientModel,
     Neutral,
     Probability,
     Stops,
     Temperature,
     TokenLimit,
-    unknown_fields,
 )
 from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage
 from lmx_lab.wire.formats import JsonSchema
@@ -73,7 +72,7 @@ class CohereThinking(LenientModel):
     token_budget: Annotated[int, Field(ge=0), WHOLE] | None = None
 
 
-class CohereRequest(LenientModel):
+class CohereRequest(FormatModel):
     """The body of POST /v2/chat."""
 
     model_config = ConfigDict(
@@ -118,10 +117,6 @@ class CohereRequest(LenientModel):
             else tool
             for tool in self.tools
         ]
-
-    def ignored(self) -> Iterator[str]:
-        """Yield the names of the fields that have no effect."""
-        yield from unknown_fields(self)
 
 
 class CohereTokens(BaseModel):

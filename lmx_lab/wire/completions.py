@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,7 +20,7 @@ from typing_extensions import TypeAliasType
 
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.values.outputs import FinishReason
-from lmx_lab.wire.base import ITEM_LIMIT, NO_LIMIT, WHOLE, Alternatives, Choices, LenientModel
+from lmx_lab.wire.base import ITEM_LIMIT, NO_LIMIT, WHOLE, Alternatives, Choices, FormatModel, LenientModel, Neutral
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.generation import AnswerHead, CompatibleFields, Timings, Usage
 
@@ -122,6 +123,7 @@ class CompletionRequest(CompatibleFields):
 
     # Fields of the format that are not supported; only the value without effect is valid.
     best_of: Choices | None = None
+    prompt_embeds: Annotated[Any, Neutral("vectors as prompts")] = None
 
     @field_validator("max_tokens")
     @classmethod
@@ -211,10 +213,10 @@ def _text_of(prompt: Any) -> Any:
     return prompt["prompt_string"]
 
 
-class LlamaRequest(LenientModel):
+class LlamaRequest(FormatModel):
     """The body of llama.cpp's ``POST /completion`` and ``/infill``.
 
-    The fields of ``CompletionRequest`` are also valid, and others are ignored.
+    The fields of ``CompletionRequest`` are also valid.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "The sea is", "n_predict": 16}]})
@@ -243,25 +245,28 @@ class LlamaRequest(LenientModel):
     response_fields: FieldPaths | None = None
     """The members that a complete answer contains, such as ``generation_settings/seed``; by default all."""
 
+    @classmethod
+    def names(cls) -> Collection[str]:
+        return {*cls.model_fields, *CompletionRequest.model_fields}
+
     @field_validator("prompt", mode="before")
     @classmethod
     def _read_objects(cls, prompt: Any) -> Any:
         return [_text_of(each) for each in prompt] if isinstance(prompt, list) else _text_of(prompt)
 
-    def converted(self, *, infill: bool) -> tuple[CompletionRequest, list[str]]:
-        """Return the request in the completions format, and the names of the fields that have no effect.
+    def converted(self, *, infill: bool) -> CompletionRequest:
+        """Return the request in the completions format.
 
         Raises:
             InvalidRequestError: a field is not valid.
         """
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        known = {name: value for name, value in given.items() if name in CompletionRequest.model_fields}
-        known |= {} if self.n_cmpl is None else {"n": self.n_cmpl}
+        given |= {} if self.n_cmpl is None else {"n": self.n_cmpl}
         # llama.cpp's defaults.
         defaults = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
         if infill and not isinstance(self.prompt, str):
             raise InvalidRequestError("prompt must be a text with which the gap begins; send a string", param="prompt")
-        if self.post_sampling_probs and known.get("logprob_tokens"):
+        if self.post_sampling_probs and given.get("logprob_tokens"):
             raise InvalidRequestError(
                 "post_sampling_probs cannot be combined with logprob_tokens; leave one of them out",
                 param="post_sampling_probs",
@@ -269,13 +274,12 @@ class LlamaRequest(LenientModel):
         # As llama.cpp writes them for models without tokens for several files.
         extra = "".join(f"\n\n--- snippet ---\n\n{each.text}" for each in self.input_extra or ())
         gap = {"prompt": f"{extra}{self.input_prefix}{self.prompt}", "suffix": self.input_suffix}
-        if known.get("seed") in RANDOM_SEEDS:
-            del known["seed"]
+        if given.get("seed") in RANDOM_SEEDS:
+            del given["seed"]
         own = {"stream": self.stream, "logprobs": self.n_probs or None, **(gap if infill else {"prompt": self.prompt})}
-        if self.n_predict is not None or not {"max_tokens", "max_completion_tokens"} & known.keys():
+        if self.n_predict is not None or not {"max_tokens", "max_completion_tokens"} & given.keys():
             own["n_predict"] = max(self.n_predict or -1, -1)
-        body = validated(CompletionRequest, {**defaults, **known, **own})
-        return body, [*(name for name in given if name not in CompletionRequest.model_fields), *body.ignored()]
+        return validated(CompletionRequest, {**defaults, **given, **own}, ignores_unknown=True)
 
 
 class LlamaCompletion(BaseModel):

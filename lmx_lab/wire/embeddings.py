@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, Tag
 from typing_extensions import TypeAliasType
 
-from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, FormatModel, LenientModel, Neutral, NonEmpty
+from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, FormatModel, Neutral, NonEmpty
 from lmx_lab.wire.completions import BY_SHAPE, TokenIds
 
 INPUT_LIMIT = 16_384
@@ -65,6 +65,16 @@ class EmbeddingsBody(FormatModel):
 
     # A field of the format that has no effect here.
     user: str | None = None
+
+    # Fields of vLLM and Jina that are not supported; only values without effect are valid.
+    truncate_prompt_tokens: Annotated[Any, Neutral("limits of tokens per text (send truncate)")] = None
+    add_special_tokens: Annotated[Any, Neutral("texts without special tokens", (True,))] = None
+    normalize: Annotated[Any, Neutral("vectors of other lengths (use /embedding)", (True,))] = None
+    normalized: Annotated[Any, Neutral("vectors of other lengths (use /embedding)", (True,))] = None
+    embed_dtype: Annotated[Any, Neutral("other types of numbers", ("float32",))] = None
+    endianness: Annotated[Any, Neutral("other orders of bytes", ("native", "little"))] = None
+    task: Annotated[Any, Neutral("tasks (send input_type)")] = None
+    late_chunking: Annotated[Any, Neutral("vectors of chunks", (False,))] = None
 
     @property
     def is_single(self) -> bool:
@@ -139,7 +149,7 @@ class CohereEmbeddings(BaseModel):
     response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
 
 
-class LlamaEmbedBody(LenientModel):
+class LlamaEmbedBody(FormatModel):
     """The body of llama.cpp's POST /embedding. Other fields are ignored."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"content": "The sea is blue."}]})
@@ -159,7 +169,7 @@ class LlamaEmbedding(BaseModel):
     """The vector of the input, as the only item of a list."""
 
 
-class TeiEmbedBody(LenientModel):
+class TeiEmbedBody(FormatModel):
     """The body of POST /embed, as Text Embeddings Inference defines it. Other fields are ignored."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"inputs": ["The sea is blue.", "Bread is baked."]}]})

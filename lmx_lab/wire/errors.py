@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from lmx_lab.errors import InvalidRequestError, did_you_mean
+from lmx_lab.errors import UNKNOWN_FIELD, InvalidRequestError, did_you_mean
+from lmx_lab.wire.base import FormatModel
 
 Shape = TypeVar("Shape")
 Fields = Mapping[str, object]
@@ -54,8 +55,11 @@ class ErrorBody(BaseModel):
 # Errors of pydantic
 
 
-def validated(shape: type[Shape], fields: Fields | Shape) -> Shape:
+def validated(shape: type[Shape], fields: Fields | Shape, *, ignores_unknown: bool = False) -> Shape:
     """Return a request of this class with these fields. A request of this class is returned unchanged.
+
+    Unknown fields are also refused in the formats of other servers, because a caller in Python does not see the header
+    that names ignored fields, unless ``ignores_unknown`` is true.
 
     Values that are instances of pydantic models are not validated again. Numbers and arrays of NumPy are read as
     Python's.
@@ -73,9 +77,11 @@ def validated(shape: type[Shape], fields: Fields | Shape) -> Shape:
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in fields.items()}
     try:
         request: Shape = _adapter(shape).validate_python(values)
-        return request
     except ValidationError as exc:
         raise invalid_request(exc.errors(), shape=shape if issubclass(shape, BaseModel) else None) from None
+    if isinstance(request, FormatModel) and request.unknown and not ignores_unknown:
+        raise invalid_request([{"type": "extra_forbidden", "loc": (request.unknown[0],)}], shape=type(request))
+    return request
 
 
 def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = None) -> InvalidRequestError:
@@ -103,7 +109,7 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
         case "extra_forbidden" | "unexpected_keyword_argument":
             name, *rest = problem["loc"]
             similar = did_you_mean(str(name), shape.model_fields) if shape is not None and not rest else ""
-            message = f"is not a field of this request, or not supported by this version{similar or '; leave it out'}"
+            message = f"{UNKNOWN_FIELD}{similar or '; leave it out'}"
         case "model_type" | "model_attributes_type" | "dataclass_type" | "dict_type":
             message = "must be a JSON object"
         case "too_long":

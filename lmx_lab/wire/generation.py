@@ -20,14 +20,15 @@ from lmx_lab.wire.base import (
     WHOLE,
     AnyModel,
     Biases,
+    BodyModel,
     Choices,
     FormatModel,
+    LenientModel,
     NamedTokens,
     Neutral,
     Penalty,
     Probability,
     RepetitionPenalty,
-    RequestModel,
     Stop,
     Stops,
     Temperature,
@@ -65,13 +66,11 @@ EMPTY_MEANS_NONE = BeforeValidator(lambda value: None if value == "" else value)
 Hint = Annotated[Any, FEW_VALUES, WithJsonSchema({"description": "Ignored: it cannot change the answer"})]
 
 
-class StreamOptions(FormatModel):
+class StreamOptions(LenientModel):
     """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    # vLLM. A stream has its usage at the end.
-    continuous_usage_stats: bool | None = None
 
 
 class GenerationFields(FormatModel):
@@ -113,10 +112,11 @@ class GenerationFields(FormatModel):
 # Names and hints of other servers
 
 
-class Hints(RequestModel):
+class Hints(BodyModel):
     """Fields that cannot change the answer. They are ignored, and named in the header ``x-lmx-ignored``."""
 
     # The chat format itself.
+    verbosity: Hint = None
     user: Hint = None
     metadata: Hint = None
     store: Hint = None
@@ -160,16 +160,6 @@ class Hints(RequestModel):
     models: Hint = None
     route: Hint = None
     usage: Hint = None
-
-    def ignored(self) -> Iterator[str]:
-        """Yield the names of the given hints."""
-        given = self.model_fields_set
-        for name in Hints.model_fields:
-            if name in given and getattr(self, name) is not None:
-                yield name
-        options = getattr(self, "stream_options", None)
-        if options is not None and options.continuous_usage_stats:
-            yield "stream_options.continuous_usage_stats"
 
 
 class CompatibleFields(GenerationFields, Hints):
@@ -236,11 +226,19 @@ class CompatibleFields(GenerationFields, Hints):
     prompt_logprobs: Annotated[Any, Neutral("scores of a prompt (send echo to /v1/completions)", (False,))] = None
     truncate_prompt_tokens: Annotated[Any, Neutral("truncated prompts", (-1,))] = None
     logits_processors: Annotated[Any, Neutral("processors of logits", ([],))] = None
+    vllm_xargs: Annotated[Any, Neutral("arguments of vLLM's plugins", ({},))] = None
+    repetition_detection: Annotated[Any, Neutral("ends of repetitive answers")] = None
+    adaptive_target: Annotated[Any, Neutral("adaptive-p samplers", (-1,))] = None
     mm_processor_kwargs: Annotated[Any, Neutral("inputs other than text", ({},))] = None
     plugins: Annotated[Any, Neutral("plugins", ([],))] = None
     safe_prompt: Annotated[Any, Neutral("prompts of a service", (False,))] = None
     guided_whitespace_pattern: Annotated[Any, Neutral("patterns of whitespace")] = None
     reasoning_format: Annotated[Any, Neutral("other reasoning formats", ("auto", "deepseek"))] = None
+
+    def ignored(self) -> Iterator[str]:
+        given = self.model_fields_set
+        yield from (name for name in Hints.model_fields if name in given and getattr(self, name) is not None)
+        yield from super().ignored()
 
     @property
     def format(self) -> tuple[str, AnyFormat | None]:

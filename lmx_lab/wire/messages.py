@@ -28,12 +28,12 @@ from lmx_lab.wire.base import (
     NO_EMPTY_STOPS,
     WHOLE,
     AnyModel,
+    FormatModel,
     LenientModel,
     OtherModel,
     Probability,
     Stops,
     Written,
-    unknown_fields,
 )
 from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
 from lmx_lab.wire.formats import JsonSchema, Name
@@ -161,7 +161,7 @@ class OutputConfig(LenientModel):
     format: OutputFormat | None = None
 
 
-class CountRequest(LenientModel):
+class CountRequest(FormatModel):
     """The body of POST /v1/messages/count_tokens."""
 
     model_config = ConfigDict(
@@ -188,8 +188,7 @@ class CountRequest(LenientModel):
         return self.output_format if self.output_config is None else self.output_config.format or self.output_format
 
     def ignored(self) -> Iterator[str]:
-        """Yield the names of the fields that have no effect."""
-        yield from unknown_fields(self)
+        yield from super().ignored()
         for tool in self.tools or ():
             if tool.input_schema is None:
                 yield f"tools.{tool.name or tool.type}"

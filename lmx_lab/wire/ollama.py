@@ -35,6 +35,7 @@ from lmx_lab.wire.base import (
     WHOLE,
     Alternatives,
     AnyModel,
+    FormatModel,
     LenientModel,
     Neutral,
     NonEmpty,
@@ -44,7 +45,6 @@ from lmx_lab.wire.base import (
     Stop,
     Stops,
     Temperature,
-    unknown_fields,
 )
 from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, result_text
 from lmx_lab.wire.completions import shape_of
@@ -124,7 +124,7 @@ class OllamaOptions(LenientModel):
     frequency_penalty: Penalty | None = None
 
 
-class OllamaBody(LenientModel):
+class OllamaBody(FormatModel):
     """The fields of all requests that a model answers."""
 
     model: NonEmpty
@@ -151,8 +151,7 @@ class OllamaBody(LenientModel):
         return not self.has_prompt and self.keep_alive == 0
 
     def ignored(self) -> Iterator[str]:
-        """Yield the names of the fields and options that have no effect."""
-        yield from unknown_fields(self)
+        yield from super().ignored()
         if self.keep_alive is not None and self.has_prompt:
             yield "keep_alive"
 
@@ -278,7 +277,7 @@ class OllamaEmbeddingsRequest(OllamaBody):
     prompt: str
 
 
-class OllamaModelRequest(LenientModel):
+class OllamaModelRequest(FormatModel):
     """A request about a model."""
 
     model: NonEmpty | None = None

@@ -59,7 +59,17 @@ Documents = TypeAliasType(
 )
 
 
-class RerankBody(FormatModel):
+class ScoringBody(FormatModel):
+    """What requests for scores in vLLM's form share: fields that are not supported; only the value without effect is
+    valid."""
+
+    priority: Annotated[Any, Neutral("priorities", (0,))] = None
+    max_tokens_per_query: Annotated[Any, Neutral("truncated queries", (0,))] = None
+    truncation_side: Annotated[Any, Neutral("truncations at the beginning of a text", ("right",))] = None
+    instruction: Annotated[Any, Neutral("instructions (write them into the query)", ("",))] = None
+
+
+class RerankBody(ScoringBody):
     """The body of a rerank request as Jina, Cohere and vLLM define it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "default", "query": SEA, "documents": PAIR}]})
@@ -87,12 +97,9 @@ class RerankBody(FormatModel):
 
     # Fields of the formats that are not supported; only the value without effect is valid.
     return_embeddings: Annotated[Any, Neutral("vectors in addition to scores", (False,))] = None
-    priority: Annotated[Any, Neutral("priorities", (0,))] = None
     max_chunks_per_doc: Annotated[Any, Neutral("chunks of documents (send max_tokens_per_doc)", (1,))] = None
-    max_tokens_per_query: Annotated[Any, Neutral("truncated queries", (0,))] = None
+    use_activation: Annotated[Any, Neutral("scores without the activation (send raw_scores)", (True,))] = None
     truncate_prompt_tokens: Annotated[Any, Neutral("limits of tokens per pair (send max_tokens_per_doc)")] = None
-    truncation_side: Annotated[Any, Neutral("truncations at the beginning of a text", ("right",))] = None
-    instruction: Annotated[Any, Neutral("instructions (write them into the query)", ("",))] = None
     rank_fields: Annotated[Any, Neutral("fields to rank by other than text", (["text"],))] = None
 
     @property
@@ -116,7 +123,8 @@ class TextsRerankBody(FormatModel):
     truncate: bool | None = False
     raw_scores: bool | None = False
 
-    # A field of the format that is not supported; only the value without effect is valid.
+    # Fields that are not supported; only values without effect are valid.
+    documents: Annotated[Any, Neutral("documents in addition to texts")] = None
     truncation_direction: Annotated[Any, Neutral("truncations at the beginning of a text", ("right", "Right"))] = None
 
 
@@ -211,19 +219,17 @@ ONE_OR_MORE = Discriminator(
 )
 
 
-class ScoreBody(FormatModel):
+class ScoreBody(ScoringBody):
     """The body of POST /v1/score as vLLM defines it: a query with documents, or pairs of texts."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": "default", "text_1": SEA, "text_2": PAIR}]}, populate_by_name=True
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "default", "text_1": SEA, "text_2": PAIR}]})
 
     model: AnyModel = ANY_MODEL
-    first: Annotated[Annotated[Query, Tag("str")] | Annotated[Queries, Tag("list[str]")], ONE_OR_MORE] = Field(
+    text_1: Annotated[Annotated[Query, Tag("str")] | Annotated[Queries, Tag("list[str]")], ONE_OR_MORE] = Field(
         validation_alias=AliasChoices("text_1", "queries", "data_1")
     )
     """A query, or one for each text of the second list."""
-    second: Annotated[Annotated[str, Tag("str")] | Annotated[InputTexts, Tag("list[str]")], ONE_OR_MORE] = Field(
+    text_2: Annotated[Annotated[str, Tag("str")] | Annotated[InputTexts, Tag("list[str]")], ONE_OR_MORE] = Field(
         validation_alias=AliasChoices("text_2", "documents", "items", "data_2")
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
@@ -232,13 +238,13 @@ class ScoreBody(FormatModel):
     use_activation: bool | None = True
     """Whether the activation that the model's files name is applied."""
     user: str | None = None
-    priority: Annotated[Any, Neutral("priorities", (0,))] = None
+    max_tokens_per_doc: Annotated[Any, Neutral("limits of this name (send truncate_prompt_tokens)", (0,))] = None
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        if isinstance(self.first, list) and len(self.first) > 1 and len(self.first) != len(self.pairs):
+        if isinstance(self.text_1, list) and len(self.text_1) > 1 and len(self.text_1) != len(self.pairs):
             raise ValueError(
-                f"text_1 has {len(self.first)} texts, and text_2 {len(self.pairs)}; send one text_1, or as many as "
+                f"text_1 has {len(self.text_1)} texts, and text_2 {len(self.pairs)}; send one text_1, or as many as "
                 "texts in text_2"
             )
         return self
@@ -246,8 +252,8 @@ class ScoreBody(FormatModel):
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Each text of the second list with its query."""
-        firsts = [self.first] if isinstance(self.first, str) else self.first
-        seconds = [self.second] if isinstance(self.second, str) else self.second
+        firsts = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        seconds = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         return list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=False))
 
 

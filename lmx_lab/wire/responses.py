@@ -27,6 +27,7 @@ from lmx_lab.wire.base import (
     WHOLE,
     Alternatives,
     AnyModel,
+    FormatModel,
     LenientModel,
     Neutral,
     NonEmpty,
@@ -35,7 +36,6 @@ from lmx_lab.wire.base import (
     Probability,
     Temperature,
     Written,
-    unknown_fields,
 )
 from lmx_lab.wire.chat import MESSAGE_LIMIT, Contents, Effort, result_text
 from lmx_lab.wire.formats import Name, Pattern, json_text
@@ -301,7 +301,7 @@ IncludedFields = TypeAliasType("IncludedFields", Annotated[list[str], FailFast()
 ResponseMetadata = TypeAliasType("ResponseMetadata", Annotated[dict[str, str], FailFast(), Field(max_length=16)])
 
 
-class ResponsesRequest(LenientModel):
+class ResponsesRequest(FormatModel):
     """The body of POST /v1/responses."""
 
     model_config = ConfigDict(
@@ -363,9 +363,8 @@ class ResponsesRequest(LenientModel):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def ignored(self) -> Iterator[str]:
-        """Yield the names of the fields that have no effect."""
         yield from (name for name in WITHOUT_EFFECT if getattr(self, name) is not None)
-        yield from unknown_fields(self)
+        yield from super().ignored()
         for tool in self.tools or ():
             if isinstance(tool, HostedTool):
                 yield f"tools.{tool.type}"
@@ -383,7 +382,7 @@ class ResponseCreate(ResponsesRequest):
     background: Annotated[Any, Neutral("responses in the background over a WebSocket", (False,))] = None
 
 
-class CompactRequest(LenientModel):
+class CompactRequest(FormatModel):
     """The body of POST /v1/responses/compact."""
 
     model_config = ConfigDict(

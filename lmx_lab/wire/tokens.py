@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from typing_extensions import TypeAliasType
 
 from lmx_lab.values.bodies import TOKEN_LIMIT
-from lmx_lab.wire.base import ANY_MODEL, AnyModel, LenientModel, Neutral
+from lmx_lab.wire.base import ANY_MODEL, AnyModel, FormatModel, Neutral
 from lmx_lab.wire.chat import HELLO, MESSAGE_LIMIT, ChatMessage, ChatRequest, TemplateVariables
 from lmx_lab.wire.tools import Tools, check_counts
 
@@ -28,7 +28,7 @@ ChatMessages = TypeAliasType(
 )
 
 
-class TokenizeRequest(LenientModel):
+class TokenizeRequest(FormatModel):
     """The body of POST /tokenize: a text as ``content`` in llama.cpp's form or as ``prompt`` in vLLM's, or a chat."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"content": "The sea is blue."}]})
@@ -76,7 +76,7 @@ TokenList = TypeAliasType(
 )
 
 
-class DetokenizeRequest(LenientModel):
+class DetokenizeRequest(FormatModel):
     """The body of POST /detokenize."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [300, 301, 302]}]})

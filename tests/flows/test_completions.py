@@ -166,7 +166,7 @@ def test_scores_of_a_continuation_equal_the_logprobs_of_generating_it(tiny_http,
         ({"prompt": [1, 99999]}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"messages": []}, "messages"),
+        ({"max_token": 5}, "max_token"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ],
 )
@@ -361,8 +361,8 @@ def test_the_requests_of_clients_of_llama_cpp_are_answered(http, path, body):
 
 @pytest.mark.parametrize(("seed", "expected"), [(-1, None), (2**32 - 1, None), (7, 7)])
 def test_llama_cpps_values_for_a_random_seed_are_converted(seed, expected):
-    converted, ignored = LlamaRequest.model_validate({"prompt": "hello", "seed": seed}).converted(infill=False)
-    assert (converted.seed, ignored) == (expected, [])
+    converted = LlamaRequest.model_validate({"prompt": "hello", "seed": seed}).converted(infill=False)
+    assert (converted.seed, list(converted.ignored())) == (expected, [])
 
 
 def test_llama_cpp_returns_several_completions_of_a_prompt(http):

@@ -180,7 +180,13 @@ def test_requests_are_counted_in_the_metrics(http):
     ("changes", "param"),
     [
         *each_value(model=["", None], input=[[]], dimensions=[0, -1, "64", 385], encoding_format=["int8"]),
-        *each_value(input_type=["classification"], truncate=[1], normalize=[True]),
+        *each_value(
+            input_type=["classification"],
+            truncate=[1],
+            normalize=[False],
+            encoding_fromat=["float"],
+            output_dimension=[3],
+        ),
         *(({"input": value}, "input.0") for value in ([1.5], [True])),
         *(({"input": value}, "input.1") for value in (["a", 1], [1, "a"], [1, -1], [[1], []])),
         ({"input": [[1], [-1]]}, "input.1.0"),

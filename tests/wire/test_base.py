@@ -22,7 +22,7 @@ from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from lmx_lab.values.bodies import Body
 from lmx_lab.wire.admin import TraceBody
-from lmx_lab.wire.base import FEW_VALUES, VALUE_LIMIT, RequestModel, check_values
+from lmx_lab.wire.base import FEW_VALUES, VALUE_LIMIT, BodyModel, check_values
 from lmx_lab.wire.errors import validated
 from lmx_lab.wire.sessions import ChangeSession
 
@@ -58,7 +58,7 @@ def request_models():
     """Return all models that parse requests, including the one of WebSocket messages."""
     for module in pkgutil.iter_modules(wire.__path__, f"{wire.__name__}."):
         importlib.import_module(module.name)
-    waiting, found = [RequestModel, Body], {}
+    waiting, found = [BodyModel, Body], {}
     while waiting:
         model = waiting.pop()
         waiting += model.__subclasses__()

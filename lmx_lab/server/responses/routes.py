@@ -148,7 +148,7 @@ def http_routes(service: InferenceService, store: ResponseStore) -> APIRouter:
             output=[*_shown(STORED_ITEMS.dump_json(kept, exclude_unset=True), answer.id), compaction(text)],
             usage=answer.usage,
         )
-        return json_response(compacted.model_dump_json(), body.unknown)
+        return json_response(compacted.model_dump_json(), body.ignored())
 
     @router.get("/{response_id}", response_model=ModelResponse, responses=_failures(NotFoundError))
     async def get_response(response_id: str, stream: NotStreamed = False) -> Response:

@@ -64,7 +64,7 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 IGNORED = {
     "chat": (HINTS, "user, cache_prompt"),
     "completions": (HINTS, "user, cache_prompt"),
-    "llama.cpp completion": ({"cache_prompt": True, "samplers": ["top_k"]}, "samplers, cache_prompt"),
+    "llama.cpp completion": ({"cache_prompt": True, "samplers": ["top_k"]}, "cache_prompt, samplers"),
     "messages": (
         {
             "metadata": {"user_id": "u"},
@@ -113,6 +113,35 @@ def test_ignored_fields_are_named_in_a_header(form, http, stream):
         response = http.post(form.path, json=form.body(Request(extra=extra), stream=stream))
         assert response.status_code == 200, response.text
         assert response.headers.get("x-lmx-ignored") == named
+
+
+OTHER_ROUTES = {
+    "/v1/embeddings": {"model": "default", "input": "sea"},
+    "/v2/embed": {"model": "default", "texts": ["sea"]},
+    "/embed": {"inputs": "sea"},
+    "/embedding": {"content": "sea"},
+    "/api/embed": {"model": "default", "input": "sea"},
+    "/v1/rerank": {"model": "default", "query": "sea", "documents": ["salt"]},
+    "/rerank": {"query": "sea", "texts": ["salt"]},
+    "/v1/score": {"model": "default", "text_1": "sea", "text_2": "salt"},
+    "/tokenize": {"content": "sea"},
+    "/v1/messages/count_tokens": {"messages": list(Request().messages)},
+    "/v1/responses/input_tokens": {"input": "hello"},
+    "/v1/responses/compact": {"model": "default", "input": "hello"},
+}
+"""Bodies of routes that do not stream answers."""
+BODIES = {form.path: form.body(Request(), stream=False) for form in FORMATS if "http" in form.can} | OTHER_ROUTES
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_unknown_field_is_ignored_and_named_unless_it_is_misspelt(path, http):
+    unknown = {"kv_transfer_params": {}, "mode": "chat", "chat_id": "7"}
+    response = http.post(path, json=BODIES[path] | unknown)
+    assert (response.status_code, response.headers["x-lmx-ignored"]) == (200, ", ".join(unknown)), response.text
+    last = list(BODIES[path])[-1]
+    response = http.post(path, json=BODIES[path] | {f"{last}_": 1})
+    assert response.status_code == 400
+    assert f"{last}_: is not a field of this request, or not supported by this version; did you mean" in response.text
 
 
 SETS = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}, "uniqueItems": True}}}
