@@ -125,7 +125,7 @@ def _read_tool(tool: Any) -> Any:
     """Convert a function from the Responses or the Messages format, which Cursor sends, to this format."""
     match tool:
         case {"function": _}:
-            return tool
+            return tool if tool.get("type") else {**tool, "type": "function"}
         case {"type": "function", "name": str()}:
             return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
         case {"name": str(), "input_schema": schema}:
@@ -357,11 +357,12 @@ class CustomCall(LenientModel):
 class MessageToolCall(LenientModel):
     """A call in a history."""
 
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["function"]}, {"required": ["custom"]}]})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": [name]} for name in ("function", "custom", "type")]})
 
     id: str | None = None
     """Without an id, the results in the next messages belong to the calls in their order."""
-    type: Literal["function", "custom"] | None = "function"
+    type: NonEmpty | None = "function"
+    """Calls of other types than ``function`` and ``custom`` are those of a service's own tools."""
     function: CalledFunction | None = None
     custom: CustomCall | None = None
 
@@ -370,7 +371,7 @@ class MessageToolCall(LenientModel):
 
     @model_validator(mode="after")
     def _check_called(self) -> Self:
-        if self.function is None and self.custom is None:
+        if self.function is None and self.custom is None and self.type in (None, "function", "custom"):
             raise ValueError("has no function; name the function that was called, and its arguments")
         return self
 
@@ -379,8 +380,9 @@ class MessageToolCall(LenientModel):
         """The function. A custom tool is a function with one argument, ``input``."""
         if self.function is not None:
             return self.function
-        assert self.custom is not None
-        return CalledFunction.model_construct(name=self.custom.name, arguments={"input": self.custom.input})
+        if self.custom is not None:
+            return CalledFunction.model_construct(name=self.custom.name, arguments={"input": self.custom.input})
+        return CalledFunction.model_construct(name=self.type or "", arguments={})
 
 
 MessageToolCalls = TypeAliasType(

@@ -115,6 +115,15 @@ UNFILLED = ({"name": "clock"}, {"name": "clock", "arguments": None})
         case("responses", [USER, {**ITEM, "call_id": None}, output(id=None)], ENTIRE, NOTED),
         case("chat", [USER, calls(CUSTOM), chat_result(), USER], '"arguments": {"input": "x"}', NOTED),
         *(case(form, [USER, OLD_CALL, OLD_RESULT], ENTIRE, NOTED) for form in ("chat", "websocket")),
+        # Calls of a service's own tools.
+        *(
+            case(form, [USER, calls(hosted), chat_result(), USER], text, NOTED)
+            for form in ("chat", "websocket", "ollama chat")
+            for hosted, text in (
+                ({"id": "c1", "type": "web_search", "web_search": {}}, '"name": "web_search"'),
+                ({**CALL, "type": "builtin_function"}, ENTIRE),
+            )
+        ),
         # Texts that are null.
         case("chat", users([EMPTY_TEXT, TEXT]), "user\nSee:"),
         case("messages", users([EMPTY_TEXT, TEXT]), "user\nSee:", system=[EMPTY_TEXT]),
@@ -275,6 +284,12 @@ def test_an_image_in_the_newest_message_of_the_user_is_refused(form, fields, pla
 def test_a_call_has_the_name_of_the_tool(form, name, http):
     request = Request(tools=[{**CLOCK, "name": name}], choice=name, max_tokens=300)
     assert [called for called, _ in form.answer(form.post(http, request).json()).calls] == [name]
+
+
+def test_a_function_needs_no_type(lab, http):
+    form = BY_NAME["chat"]
+    form.streamed(http, Request(extra={"tools": [{"function": {"name": "clock"}}]}))
+    assert '"clock"' in prompt_of(lab, http)
 
 
 @each_format("tools")
