@@ -39,8 +39,8 @@ NO_422 = "4XX"
 
 
 def reference(model: type) -> dict[str, str]:
-    """Return a reference to a schema in the document."""
-    return {"$ref": SCHEMA_REF.format(model=model.__name__)}
+    """Return a reference to a schema in the document, or the schema of any object for ``dict``."""
+    return {"type": "object"} if model is dict else {"$ref": SCHEMA_REF.format(model=model.__name__)}
 
 
 # Errors

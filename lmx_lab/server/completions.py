@@ -136,7 +136,10 @@ def completion_routes(service: InferenceService) -> APIRouter:
         )
         return await respond(service, request, wanted)
 
-    responses: Responses = {200: event_stream(LlamaCompletion, ErrorBody, description=LLAMA), **GENERATION_ERRORS}
+    responses: Responses = {
+        200: event_stream(LlamaCompletion, dict, ErrorBody, description=LLAMA),
+        **GENERATION_ERRORS,
+    }
 
     @router.post("/completion", response_model=LlamaAnswer | list[LlamaAnswer], responses=responses)
     async def completion(body: LlamaRequest, request: Request) -> Response:

@@ -357,7 +357,9 @@ class CustomCall(LenientModel):
 class MessageToolCall(LenientModel):
     """A call in a history."""
 
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": [name]} for name in ("function", "custom", "type")]})
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": [name]} for name in ("function", "custom", "type")]}
+    )
 
     id: str | None = None
     """Without an id, the results in the next messages belong to the calls in their order."""
