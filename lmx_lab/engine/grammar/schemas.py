@@ -93,8 +93,8 @@ UNENFORCEABLE = (
 """Keywords that a grammar cannot enforce."""
 REFUSED_BY_LLGUIDANCE = (*SCHEMAS_BY_NAME, *SCHEMA_LISTS, "minLength", "pattern")
 """Keywords that llguidance refuses if it cannot enforce their values."""
-UNENFORCEABLE_PATTERN = re.compile(r"\(\?(?:<?[=!]|[>#])|\\[1-9bBGhkKQERX]")
-"""What a pattern cannot contain, such as look-around, boundaries of words and references to groups."""
+UNENFORCEABLE_PATTERN = re.compile(r"\(\?(?:<?[=!]|[>#])|\\[1-9BCE-OQRTUVXYabeg-moqy]")
+"""What a pattern cannot contain: look-around, boundaries of words, references to groups, and unknown escapes."""
 PATTERN_PART = re.compile(
     r"\\c[A-Za-z]|\\[pPux]\{[^}]*\}|\\.|\.|\[\^?(?:\\.|[^\]\\])*\]|\{,(?=[0-9]+\})|\{(?![0-9]+(?:,[0-9]*)?\})",
     re.DOTALL,

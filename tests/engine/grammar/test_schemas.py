@@ -116,7 +116,7 @@ def test_a_pattern_that_takes_long_to_compare_is_not_compared_with_names():
     assert enforceable(given, strict=True)["properties"] == given["properties"]
 
 
-@pytest.mark.parametrize("pattern", [r"^\bfoo\b", r"^(?>a)b$", r"^(a)\1$", r"^(?=a)a$"])
+@pytest.mark.parametrize("pattern", [r"^\bfoo\b", r"^(?>a)b$", r"^(a)\1$", r"^(?=a)a$", r"^\e\y$"])
 def test_a_pattern_that_cannot_be_enforced_is_left_out(pattern):
     assert unenforced({"type": "string", "pattern": pattern}) == ["pattern"]
     assert unenforced({"type": "string", "pattern": r"^\\bfoo$"}) == []
