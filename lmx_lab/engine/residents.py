@@ -475,11 +475,31 @@ class Residents:
         Args:
             without: Models that leave memory first.
             room_bytes: Memory that it may use; by default what the models in memory leave.
+
+        Raises:
+            OutOfMemoryError: the model does not fit. If it would without the pressure of other programs, the message
+                names this pressure.
         """
+        engine, pressure = self._engines.of(entry), self._budget.pressure
+        limit_bytes, usual_bytes = self._budget.limit_bytes, self._budget.unlowered_bytes
         if room_bytes is None:
             room_bytes = self._engines.room_bytes(entry, [it for it in self.now.models if it not in without])
-        check = self._engines.of(entry).check(entry, spec, room_bytes=room_bytes)
-        await within_limit(check, entry, self._settings.load_timeout_s)
+
+        async def check(room_bytes: int) -> None:
+            await within_limit(engine.check(entry, spec, room_bytes=room_bytes), entry, self._settings.load_timeout_s)
+
+        try:
+            await check(room_bytes)
+        except OutOfMemoryError as exc:
+            if pressure is None or engine.memory.is_of_device:
+                raise
+            await check(room_bytes + usual_bytes - limit_bytes)
+            raise OutOfMemoryError(
+                f"{entry.id} cannot be loaded while memory is short: {pressure}, so models may use "
+                f"{limit_bytes / 1e9:.2f} GB instead of {usual_bytes / 1e9:.2f} GB; end other programs and load it "
+                "again, or choose a smaller or more quantized model",
+                param=exc.param,
+            ) from exc
 
     async def check(self, spec: LoadSpec, *, beside: Sequence[ModelEntry] = ()) -> ModelEntry:
         """Check that a model can be loaded, without loading it, and return its files. They are downloaded if necessary.

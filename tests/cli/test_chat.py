@@ -177,11 +177,14 @@ def test_a_turn_is_cancelled_if_its_output_was_closed(tmp_path, daemon, upstream
 
 
 ON_ITS_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""A program that becomes another one, whose controlling terminal is its standard input."""
+"""A program that becomes another one, whose controlling terminal is its standard input. The tests may run under nohup,
+which ignores the signal of a closed terminal in all programs that they start.
+"""
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lmx_lab.engine import EmbeddingRequest, ModelManager
+from lmx_lab.engine.memory import Budget
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 from tests.contract.engines.entries import FEW, SETTINGS
 from tests.support.engines import entry_of, load_entry, manager_with, pin, run
@@ -70,6 +71,27 @@ async def test_a_failed_load_leaves_nothing_in_memory(
             await pin(manager, replace(embedders[format_], id="gone", path=broken[format_].path.parent / "gone.gguf"))
         assert [model.entry.id for model in manager.models] == ["tiny"]
         assert (await run(manager))[1].model == "tiny"
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+async def test_a_load_that_is_refused_because_of_other_programs_names_them(embedders, format_, tmp_path):
+    pressure = tmp_path / "pressure"
+    budget = Budget(2**30, cgroups=tmp_path, membership=tmp_path / "none", machine=pressure)
+    async with ModelManager(FEW, budget=budget) as manager:
+        pressure.write_text("some avg10=34.00 avg60=0.00 avg300=0.00 total=1")
+        budget.update()
+        message = (
+            r"minilm-l6 cannot be loaded while memory is short: programs on this machine waited for memory during 34 % "
+            r"of the last 10 s, so models may use 0\.07 GB instead of 1\.07 GB; end other programs and load it again"
+        )
+        with pytest.raises(OutOfMemoryError, match=message):
+            await pin(manager, embedders[format_])
+        # The usual limit is named for a model that is also too large for that.
+        with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, and 1\.0\d GB are allowed"):
+            await load_entry(manager, replace(embedders["gguf"], id="huge", size_bytes=60 * 10**9))
+        pressure.write_text("some avg10=0.00 avg60=0.00 avg300=0.00 total=1")
+        budget.update()
+        await pin(manager, embedders[format_])
 
 
 async def vectors(manager, text):
