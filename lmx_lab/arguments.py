@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, PydanticUserError
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
 from lmx_lab.wire.completions import CompletionRequest, shape_of
@@ -129,7 +129,7 @@ def chat_request(prompt: Prompt, parameters: Mapping[str, Any]) -> ChatRequest:
         raise InvalidRequestError("the prompt is one message; pass a list of messages", param="messages")
     is_conversation = isinstance(prompt, Sequence) and not (prompt and all(isinstance(item, str) for item in prompt))
     if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes) and not is_conversation:
-        size = f" with {len(prompt)} items" if isinstance(prompt, Sized) else ""
+        size = f" with {counted(len(prompt), 'item')}" if isinstance(prompt, Sized) else ""
         raise InvalidRequestError(
             f"the prompt is a {type(prompt).__name__}{size}, but chat() takes one conversation: a text, or a list of "
             "messages. For one reply for each text: [lab.chat(text) for text in texts], or all at the same time: "

@@ -383,6 +383,11 @@ OTHER_NAMES = {
 """Names of arguments in other libraries and servers that are not similar to the names here."""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and what it counts, as in ``1 token`` and ``1,200 tokens``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def first_names(names: Sequence[str], most: int) -> str:
     """Return at most ``most`` names as a text, followed by the number of other names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

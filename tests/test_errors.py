@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.errors import LabError
+from lmx_lab.errors import LabError, counted
 from lmx_lab.http.errors import respond, status_of
 from tests.support.asking import error_classes
 
@@ -32,3 +32,8 @@ def test_the_tree_in_the_docstring_has_all_classes():
 def test_every_error_has_a_status_and_a_body(kind):
     response = respond({"path": "/", "lmx_lab.request_id": "req_1"}, kind("what, the limit, the next step"))
     assert 400 <= status_of(kind("")) == response.status_code < 600
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 tokens"), (1, "1 token"), (1200, "1,200 tokens")])
+def test_a_count_has_the_singular_for_one(number, text):
+    assert counted(number, "token") == text

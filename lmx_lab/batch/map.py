@@ -16,7 +16,7 @@ from lmx_lab.batch.prompts import PromptSource, RowPrompts
 from lmx_lab.batch.run import BatchOptions, BatchRun, Errors, Retry
 from lmx_lab.batch.servers import loaded_model, same_models
 from lmx_lab.blocking import END, End, Portal, Stream, in_thread, on_loop
-from lmx_lab.errors import BatchStoppedError, InvalidRequestError
+from lmx_lab.errors import BatchStoppedError, InvalidRequestError, counted
 from lmx_lab.progress import counter
 from lmx_lab.results.frames import RowSource, read_source
 from lmx_lab.values.integers import whole_number
@@ -196,7 +196,7 @@ async def answer_all(
             while run.read():
                 await on_loop(backend.portal, run.step())
                 elapsed_s = max(time.monotonic() - started_at, 1e-3)
-                errors = f", {run.errors} errors" if run.errors else ""
+                errors = f", {counted(run.errors, 'error')}" if run.errors else ""
                 text = f"{run.done / elapsed_s:.1f} answers/s, {run.output_tokens / elapsed_s:.0f} tok/s{errors}"
                 bar.show(text, run.done, total)
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ from lmx_lab.bench.storage import Recorder
 from lmx_lab.bench.summaries import show_as_summary
 from lmx_lab.bench.targets import ChatTarget, EngineSide, Target, as_target, engine_sides
 from lmx_lab.blocking import Portal, on_loop, run_steps
-from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError
+from lmx_lab.errors import InvalidRequestError, LabError, ModelBusyError, NotLoadedError, counted
 from lmx_lab.portal import LoopThread
 from lmx_lab.progress import ProgressBar, counter
 from lmx_lab.results.provenance import provenance
@@ -286,7 +286,7 @@ class Measurement:
         remaining = f", about {elapsed_s * left / done:.0f} s left" if left else ""
         return (
             f"round {self._finished} of {len(self._missing)} ({sample.case}, repeat {sample.repeat + 1}): "
-            f"{len(self._taken)} of {self._total} requests in {elapsed_s:.0f} s{remaining}"
+            f"{len(self._taken)} of {counted(self._total, 'request')} in {elapsed_s:.0f} s{remaining}"
         )
 
 

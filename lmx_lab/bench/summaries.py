@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from lmx_lab.bench.sample import RequestSample, frame
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.extras import import_optional
 from lmx_lab.results.frames import make_table, utc_time
 from lmx_lab.results.statistics import (
@@ -157,7 +157,7 @@ def show_as_summary(table: pd.DataFrame) -> None:
 
     def shown() -> str:
         cases: Any = summary(plain).loc[:, :"e2e_ms"].round(3)
-        return f"{cases._repr_html_()}<div>Summary of {len(plain)} requests, which .df lists.</div>"
+        return f"{cases._repr_html_()}<div>Summary of {counted(len(plain), 'request')}, which .df lists.</div>"
 
     # Assigned in this way, because pandas takes a data frame for a new column and warns.
     for name, value in (("df", plain), ("_repr_html_", shown)):

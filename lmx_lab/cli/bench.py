@@ -21,7 +21,7 @@ from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.options import Command, epilog, settings_with_folders
 from lmx_lab.cli.process import freeze_objects
 from lmx_lab.cli.terminal import print_line, print_note
-from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnauthorizedError
+from lmx_lab.errors import InvalidRequestError, LabError, NotLoadedError, UnauthorizedError, counted
 from lmx_lab.extras import install_command
 
 if TYPE_CHECKING:
@@ -235,8 +235,8 @@ def _served_model(
     concurrency = max(case.concurrency for case in plan)
     if concurrency > settings.slots:
         print_note(
-            f"the concurrency {concurrency} exceeds the {settings.slots} slots, so some requests will wait; set "
-            f"LMX_LAB_SLOTS={concurrency} to avoid this"
+            f"the concurrency {concurrency} exceeds the {counted(settings.slots, 'slot')}, so some requests will "
+            f"wait; set LMX_LAB_SLOTS={concurrency} to avoid this"
         )
     with lmx_lab.Lab(settings, loop="thread") as lab:
         own: Target = benchmark.EngineTarget(lab.server.engine)

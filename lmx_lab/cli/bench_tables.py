@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lmx_lab.bench.summaries import CASE, MEASURED, METRICS, TOTAL, compare, counts_pieces, summary, token_counts_differ
 from lmx_lab.cli.terminal import err, out, print_line, print_note
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.sanitize import single_line
 
 if TYPE_CHECKING:
@@ -188,8 +188,11 @@ def _print_errors(rows: pd.DataFrame) -> None:
     lines = []
     for (target, error), (count, warm_up) in failed.head(MAX_ERRORS).iterrows():
         uncounted = f" ({warm_up} of them in the warm-up, which the table does not include)" if warm_up else ""
-        lines.append(f"{single_line(str(target))}: {count} times {single_line(str(error), 300)}{uncounted}")
+        lines.append(f"{single_line(str(target))}: {counted(count, 'time')} {single_line(str(error), 300)}{uncounted}")
     if len(rest := failed.iloc[MAX_ERRORS:]):
-        lines.append(f"and {len(rest)} other errors, {rest['size'].sum()} requests in total; --json prints all of them")
+        lines.append(
+            f"and {counted(len(rest), 'other error')}, {counted(rest['size'].sum(), 'request')} in total; --json "
+            "prints all of them"
+        )
     for line in lines:
         err.print(line, style="red", markup=False, highlight=False)

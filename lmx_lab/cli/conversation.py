@@ -20,7 +20,7 @@ from lmx_lab.cli.terminal import (
     read_line,
 )
 from lmx_lab.client import Session
-from lmx_lab.errors import LabError, NotLoadedError
+from lmx_lab.errors import LabError, NotLoadedError, counted
 from lmx_lab.sanitize import escape_text, single_line
 from lmx_lab.settings import Settings
 from lmx_lab.urls import local_url
@@ -134,7 +134,7 @@ class AnswerPrinter:
         """Print the answer's text to standard output, and notes on other events of the turn to standard error."""
         match event:
             case TurnQueuedEvent() if event.data.ahead:
-                turns = "1 earlier turn" if event.data.ahead == 1 else f"{event.data.ahead} earlier turns"
+                turns = counted(event.data.ahead, "earlier turn")
                 self._print_note(f"waiting for {turns} of this session")
             case TurnTokenEvent():
                 if event.data.message_id != self._message_id:
@@ -161,7 +161,9 @@ class AnswerPrinter:
             case TurnDoneEvent():
                 stats, reason = event.data.stats, event.data.stop_reason
                 end = "" if reason == "end" else f", ended by {reason}"
-                self._print_note(f"{stats.completion_tokens} tokens, {stats.tokens_per_second:.1f} tok/s{end}")
+                self._print_note(
+                    f"{counted(stats.completion_tokens, 'token')}, {stats.tokens_per_second:.1f} tok/s{end}"
+                )
             case _:
                 pass
 

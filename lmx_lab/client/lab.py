@@ -38,7 +38,7 @@ from lmx_lab.client.connection import (
     parse_error,
     wrong_server_error,
 )
-from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError
+from lmx_lab.errors import ConnectionLostError, LabError, UnreachableError, WrongServerError, counted
 from lmx_lab.values.engine import PressureEvent
 from lmx_lab.values.models import (
     OPTIONS_OF_STAY,
@@ -513,8 +513,8 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
         indices = [item.index for item in answer.results]
         if len(set(indices)) < len(indices) or not set(indices) <= set(range(count)):
             raise UnreachableError(
-                f"{self.url} was given {count} documents to rank, but its response has the indices {indices!s:.100}, "
-                f"unlike an LMX Lab server; {LAB_SERVER.check}"
+                f"{self.url} was given {counted(count, 'document')} to rank, but its response has the indices "
+                f"{indices!s:.100}, unlike an LMX Lab server; {LAB_SERVER.check}"
             )
         return answer
 

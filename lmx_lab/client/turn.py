@@ -29,6 +29,7 @@ from lmx_lab.errors import (
     UnavailableError,
     UnreachableError,
     WrongServerError,
+    counted,
 )
 from lmx_lab.results.pages import Displayed
 from lmx_lab.sanitize import shorten
@@ -462,7 +463,9 @@ class TurnResult(Displayed):
         return self.text
 
     def __repr__(self) -> str:
-        cost = f" · {self.stats.tokens} tokens, {self.stats.elapsed_s:.1f} s" if self.stats is not None else ""
+        cost = (
+            f" · {counted(self.stats.tokens, 'token')}, {self.stats.elapsed_s:.1f} s" if self.stats is not None else ""
+        )
         return "\n\n".join([*map(repr, self.tool_calls), self.text, f"turn {self.turn_id} · {self.stop_reason}{cost}"])
 
     def _repr_html_(self) -> str:

@@ -27,7 +27,7 @@ from lmx_lab.engine.validation import (
     check_messages,
     check_tokens,
 )
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import InvalidRequestError, LabError, counted
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.values.timeline import StepLog
 from lmx_lab.weights.files import in_thread
@@ -337,7 +337,8 @@ async def _start_tokens(tokenizer: Tokenizer[Row], request: GenerationRequest, s
         tokens.append(await token_of(tokenizer, start.token, "token"))
     if len(tokens) > request.max_tokens:
         raise InvalidRequestError(
-            f"the answer begins with {len(tokens)} tokens, and max_tokens is {request.max_tokens}; raise max_tokens",
+            f"the answer begins with {counted(len(tokens), 'token')}, and max_tokens is {request.max_tokens}; raise "
+            "max_tokens",
             param="max_tokens",
         )
     return tokens

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
-from lmx_lab.errors import GenerationTimeoutError, LabError, NotLoadedError, QueueFullError
+from lmx_lab.errors import GenerationTimeoutError, LabError, NotLoadedError, QueueFullError, counted
 
 LOAD_FIRST = "load one first: lab.load(...), lmx-lab load or POST /admin/models/load"
 Key = TypeVar("Key", bound=Hashable)
@@ -324,8 +324,8 @@ class AdmissionControl:
             if self.active + count > self.limit:
                 retry_after_s = slot_free_s()
                 raise QueueFullError(
-                    f"{self.active} requests for {self.model} are running or queued, and the limit is {self.limit} "
-                    f"(slots and queue_limit); try again in {retry_after_s:.0f} s",
+                    f"{self.model} has {counted(self.active, 'request')} running or queued, and the limit is "
+                    f"{self.limit} (slots and queue_limit); try again in {retry_after_s:.0f} s",
                     retry_after_s=retry_after_s,
                 )
             self.active += count

@@ -154,7 +154,7 @@ class SwapQueue:
         slots, queue_limit = self._settings.slots, self._settings.queue_limit
         if limited and len(self._tickets) >= slots + queue_limit:
             message = (
-                f"{len(self._tickets)} requests wait for their model, and the limit is {slots + queue_limit} "
+                f"requests that wait for their model: {len(self._tickets)}, and the limit is {slots + queue_limit} "
                 f"(slots {slots} + queue_limit {queue_limit}); try again when some have been answered"
             )
             if self.swap_s is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from lmx_lab.engine.requests import ChatPrompt, GenerationRequest, Sampling, TokenPrompt
-from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError
+from lmx_lab.errors import ContextLengthError, InvalidRequestError, UnusableModelError, counted
 from lmx_lab.values.models import KINDS_IN_WORDS, KvCacheDtype, LoadSpec, ModelEntry
 from lmx_lab.values.steering import SteeringVector, read_components
 
@@ -74,7 +74,7 @@ def check_vocabularies(
     different = sum(a != b for a, b in zip(tokens, drafted, strict=False))
     if not different and abs(len(tokens) - len(drafted)) <= MAX_PADDING_TOKENS:
         return
-    detail = f", and {different:,} tokens are not the same" if different else ""
+    detail = f"; different tokens: {different:,}" if different else ""
     raise UnusableModelError(
         f"the draft model {draft.id} has a vocabulary of {len(drafted):,} tokens and {entry.id} one of "
         f"{len(tokens):,}{detail}; choose a smaller model with the same tokenizer",
@@ -213,13 +213,13 @@ def check_steering(steer: Sequence[SteeringVector], model: str, *, layers: int, 
     for each in steer:
         if each.layer >= layers:
             raise InvalidRequestError(
-                f"steer has a vector for layer {each.layer}; {model} has {layers} layers, 0 to {layers - 1}",
+                f"steer has a vector for layer {each.layer}; {model} has {counted(layers, 'layer')}, 0 to {layers - 1}",
                 param="steer",
             )
         if (components := len(read_components(each.vector, each.scale))) != width:
             raise InvalidRequestError(
-                f"steer has a vector of {components} components; the residual stream of {model} has {width}: make the "
-                "vector with this model",
+                f"steer has a vector of {counted(components, 'component')}; the residual stream of {model} has "
+                f"{width}: make the vector with this model",
                 param="steer",
             )
 

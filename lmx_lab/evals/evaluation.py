@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.batch.run import plain_text, text_tokens
 from lmx_lab.blocking import both, on_loop
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.evals.exports import PROJECT, ExportedRun, to_mlflow, to_wandb, write_inspect_log
 from lmx_lab.evals.metrics import Choice, Judge
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, comparable, mean_score, to_json
@@ -396,9 +396,9 @@ class Evaluation(Displayed):
         scored = [answers[0] for answers in self._by_row if mean_score(answers) is not None]
         repeated = len(scored) - len({to_json([row.prompt, row.choices, row.expected]) for row in scored})
         each += f"; {repeated} repeat another row, so the interval is too narrow" if repeated else ""
-        counted = f"{score.n} rows{each}" + (f"; not counted because of errors: {self.errors}" if self.errors else "")
+        errors = f"; not counted because of errors: {self.errors}" if self.errors else ""
         lines = [
-            f"{self.name}: {score} ({counted}; {score.method})",
+            f"{self.name}: {score} ({counted(score.n, 'row')}{each}{errors}; {score.method})",
             f"failures: {len(self._failed())}, listed by .failures; .lens(label) shows the tokens of one",
         ]
         return "\n".join(lines)

@@ -23,6 +23,7 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
+from lmx_lab.errors import counted
 from lmx_lab.http import SMALL_BYTES, Limits
 from lmx_lab.http.guard import CONTENT_POLICY, RESPONSE_HEADERS, is_loopback
 
@@ -122,7 +123,8 @@ class HttpProtocol(H11Protocol):
             others = len(self.connections) - 1
             self._refuse(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"this server has {others} connections and cannot accept more; try again in {FULL_RETRY_S} s",
+                f"this server has {counted(others, 'connection')} and cannot accept more; try again in "
+                f"{FULL_RETRY_S} s",
                 code="queue-full",
                 kind="rate_limit_error",
                 retry_after_s=FULL_RETRY_S,

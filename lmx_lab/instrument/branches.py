@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lmx_lab.arguments import Prompt, chat_request
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import blocking, both, in_thread, on_loop
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.traces import ActivationCache, activation_fields, compute_trace
 from lmx_lab.results.frames import make_table
@@ -71,7 +71,7 @@ def continuation_of(
     position = integer(at)
     if position is None or not 0 <= position < count:
         raise InvalidRequestError(
-            f"at is {at!r:.40}; the answer has {count} tokens, at the positions 0 to {count - 1}", param="at"
+            f"at is {at!r:.40}; the answer has {counted(count, 'token')}, at the positions 0 to {count - 1}", param="at"
         )
     named = token if isinstance(token, str) and token else integer(token)
     if named is None:
@@ -554,7 +554,7 @@ def _row(branch: Branch) -> tuple[Any, ...]:
 def _line(branch: Branch) -> str:
     place = "" if branch.parent is None else f" at {branch.at}, {branch.token!r}"
     logprob = branch.known_logprob
-    figures = f"{len(branch.ids)} tokens" + ("" if logprob is None else f", log-probability {logprob:.2f}")
+    figures = counted(len(branch.ids), "token") + ("" if logprob is None else f", log-probability {logprob:.2f}")
     return f"{branch.name}{place} ({figures}): {_short(branch.text)}"
 
 

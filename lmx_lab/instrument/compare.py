@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from lmx_lab.arguments import Prompt, chat_request, list_of, model_name
 from lmx_lab.backend import Backend, load_or_cancel
 from lmx_lab.blocking import in_thread, on_loop
-from lmx_lab.errors import InvalidRequestError, NotLoadedError
+from lmx_lab.errors import InvalidRequestError, NotLoadedError, counted
 from lmx_lab.instrument.branches import WORD, marked_changes, word_changes
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens
 from lmx_lab.instrument.requests import RequestList
@@ -463,7 +463,10 @@ class Comparison(Displayed):
 
     def __repr__(self) -> str:
         done, total = self._run.done, self._run.total
-        return f"<Comparison of {len(self.prompts)} prompts, {', '.join(self.settings)}: {done} of {total} answers>"
+        return (
+            f"<Comparison of {counted(len(self.prompts), 'prompt')}, {', '.join(self.settings)}: {done} of "
+            f"{counted(total, 'answer')}>"
+        )
 
     def _repr_html_(self) -> str:
         return self._grid(50)
@@ -479,7 +482,7 @@ class Comparison(Displayed):
         style = "text-align:left;vertical-align:top;white-space:pre-wrap;padding:4px 8px"
         table = html_table(("prompt", *self.settings), rows, row_names=True, style=style)
         more = len(self.prompts) - prompts
-        return table + (f"<div>{more} more prompts: see .df, or .save() a file</div>" if more > 0 else "")
+        return table + (f"<div>{counted(more, 'more prompt')}: see .df, or .save() a file</div>" if more > 0 else "")
 
     def _cell_html(self, cell: Cell) -> str:
         record = self._run.records.get(cell.key)

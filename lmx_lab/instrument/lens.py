@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import on_loop
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import PAGE_CSS, Displayed, page
 from lmx_lab.results.tables import align_columns, html_table
@@ -87,7 +87,7 @@ class TokenTable(Displayed, list[TokenLogprob]):
 
     def _footer(self) -> list[str]:
         more = len(self) - SHOWN_ROWS
-        return [f"{more} more tokens: see .df"] if more > 0 else []
+        return [f"{counted(more, 'more token')}: see .df"] if more > 0 else []
 
 
 def _cells(token: TokenLogprob) -> tuple[str, ...]:
@@ -178,11 +178,14 @@ class TokenLens(TokenTable):
 
     def __repr__(self) -> str:
         short = shorten("".join(token.text for token in self), 60)
-        return f"<TokenLens of {len(self)} tokens, log-probability {self.logprob:.3f}: {short!r}; .df has all values>"
+        return (
+            f"<TokenLens of {counted(len(self), 'token')}, log-probability {self.logprob:.3f}: {short!r}; "
+            ".df has all values>"
+        )
 
     def _repr_html_(self) -> str:
         shown = self[:4000]  # The data frame contains all.
-        more = f"<div>{len(self) - len(shown)} more tokens: see .df</div>" if len(self) > len(shown) else ""
+        more = f"<div>{counted(len(self) - len(shown), 'more token')}: see .df</div>" if len(self) > len(shown) else ""
         spans = ""
         for token, part in zip(shown, self.parts, strict=False):
             lines = _figures(token, part)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.instrument.traces import (
     Token,
     What,
@@ -192,7 +192,7 @@ class PatchSweep(Picture):
     def _label(self, place: int) -> str:
         """Return the label of a column of ``logits``."""
         if self.together:
-            return f"{len(self.positions)} positions"
+            return counted(len(self.positions), "position")
         return token_label(self.texts[self.positions[place]])
 
     def __repr__(self) -> str:
@@ -201,8 +201,8 @@ class PatchSweep(Picture):
         if self.clean == self.corrupt:
             state += f"; nothing can be restored, because {NO_DIFFERENCE}"
         return (
-            f"<PatchSweep of {self.model}: {done} of {self.logits[..., 0].size} values replaced{state}; logit "
-            f"difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df contains all values>"
+            f"<PatchSweep of {self.model}: {done} of {counted(self.logits[..., 0].size, 'value')} replaced{state}; "
+            f"logit difference {self.clean:.3f} clean, {self.corrupt:.3f} corrupt; .df contains all values>"
         )
 
     def _repr_html_(self) -> str:
@@ -275,7 +275,7 @@ async def patch(
     wrong = next((at for at in wanted or () if not -count <= at < count), None)
     if wrong is not None:
         raise InvalidRequestError(
-            f"positions contains {wrong}; the text has {count} tokens, at the positions 0 to {count - 1}",
+            f"positions contains {wrong}; the text has {counted(count, 'token')}, at the positions 0 to {count - 1}",
             param="positions",
         )
     # Negative positions count from the end.
@@ -283,7 +283,7 @@ async def patch(
     computed = dict.fromkeys(sweep.positions)
     left = [at for at in computed if at not in first.details["positions"]]
     values, total, size = len(sweep.hooks), len(computed), 1
-    label = f"{values} values at each position"
+    label = f"{counted(values, 'value')} at each position"
     with counter("patch", backend) as bar:
         try:
             while left:

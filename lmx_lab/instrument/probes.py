@@ -27,7 +27,7 @@ import numpy as np
 from lmx_lab.arguments import list_of
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import in_thread, on_loop
-from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError, StorageFullError
+from lmx_lab.errors import InvalidRequestError, ModelNotFoundError, NotLoadedError, StorageFullError, counted
 from lmx_lab.extras import import_optional
 from lmx_lab.instrument.steering import Steer, mean_difference
 from lmx_lab.instrument.traces import HOOKS, HookTable, Traced, What, activation_fields, traced
@@ -118,8 +118,9 @@ class LayerActivations:
     def _full(self, reason: str) -> StorageFullError:
         size = 4 * math.prod(self._shape) / 1e9
         return StorageFullError(
-            f"the activations of {self._shape[1]} texts at {self._shape[0]} layers take {size:.2f} GB in "
-            f"{tempfile.gettempdir()}: {reason}; pass fewer texts or layers, or set TMPDIR to another folder"
+            f"the activations of {counted(self._shape[1], 'text')} at {counted(self._shape[0], 'layer')} take "
+            f"{size:.2f} GB in {tempfile.gettempdir()}: {reason}; pass fewer texts or layers, or set TMPDIR to another "
+            "folder"
         )
 
     def of(self, layer: int) -> Vectors:
@@ -273,12 +274,14 @@ class Probe(Picture):
         stored, texts, layers = len(self.activations.texts), self.activations.total, len(self.activations.layers)
         if (stored, len(self.accuracies)) == (texts, layers):
             return ""
-        return f"interrupted: {stored} of {texts} texts, {len(self.accuracies)} of {layers} layers"
+        return (
+            f"interrupted: {stored} of {counted(texts, 'text')}, {len(self.accuracies)} of {counted(layers, 'layer')}"
+        )
 
     def __repr__(self) -> str:
         accuracy = float(np.mean(self.accuracies[self.best]))
         return (
-            f"<Probe of {len(self.accuracies)} layers: best layer {self.best}, accuracy {accuracy:.3f}, "
+            f"<Probe of {counted(len(self.accuracies), 'layer')}: best layer {self.best}, accuracy {accuracy:.3f}, "
             f"baseline {self.baseline:.3f}{self._missing and f'; {self._missing}'}>"
         )
 
@@ -409,7 +412,8 @@ async def probe(
     values, classes = await in_thread(lambda: _texts(texts, "texts")), _items(labels, "labels")
     if len(values) != len(classes):
         raise InvalidRequestError(
-            f"there are {len(values)} texts and {len(classes)} labels; pass one label for each text", param="labels"
+            f"got {counted(len(values), 'text')} and {counted(len(classes), 'label')}; pass one label for each text",
+            param="labels",
         )
     keys = [json.dumps(each.text, sort_keys=True, default=str) for each in values]
     run = ProbeRun(keys, classes, folds=folds)
@@ -476,7 +480,7 @@ class Residuals:
                 if (layer := integer(item)) is None or not -len(shapes) <= layer < len(shapes):
                     raise InvalidRequestError(
                         f"layer is {item!r:.40}; pass an index from 0 to {len(shapes) - 1}, because {hooks.model} has "
-                        f"{len(shapes)} layers",
+                        f"{counted(len(shapes), 'layer')}",
                         param="layer",
                     )
                 found.add(layer % len(shapes))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import both, in_thread, on_loop
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.store import COLUMNS, RecordStore
 from lmx_lab.instrument.timeline import Timeline, timeline_of_record
@@ -102,7 +102,7 @@ class RecordedRequest(HasTokens):
     def __repr__(self) -> str:
         record = self.record
         answer = "unknown" if record.answer is None else str(len(record.answer))
-        counts = f"{len(record.prompt)} tokens in, {answer} out"
+        counts = f"{counted(len(record.prompt), 'token')} in, {answer} out"
         return f"<request {record.id}: {record.provenance.model}, {counts}, {record.outcome}: {record.text[:60]!r}>"
 
 

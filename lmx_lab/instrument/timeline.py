@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import on_loop
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, Formats
 from lmx_lab.values.recording import Record
@@ -123,13 +123,14 @@ class Timeline(Displayed, Sequence[RequestTimeline]):
         chunks = [step.tokens for step in one.steps if step.kind == "prefill" and step.start_s < decode_at]
         if chunks:
             lines.append(
-                f"{sum(chunks)} of its {one.prompt_tokens} prompt tokens were computed in {len(chunks)} "
-                f"chunk{'s' if len(chunks) > 1 else ''}, which took {one.prefill_s:.3f} s."
+                f"{sum(chunks)} of its {counted(one.prompt_tokens, 'prompt token')} were computed in "
+                f"{counted(len(chunks), 'chunk')}, which took {one.prefill_s:.3f} s."
             )
         usual = [step.duration_s for step in one.steps if step.kind == "decode"]
         if usual:
             lines.append(
-                f"{one.output_tokens} tokens took {one.decode_s:.3f} s; the median step took {median(usual):.3f} s."
+                f"{counted(one.output_tokens, 'token')} took {one.decode_s:.3f} s; the median step took "
+                f"{median(usual):.3f} s."
             )
         if one.kv_bytes:
             lines.append(f"The KV caches of all running requests took up to {one.kv_bytes / 1e6:.1f} MB.")
@@ -155,7 +156,7 @@ class Timeline(Displayed, Sequence[RequestTimeline]):
         computed = (
             f", and {others.prompt_tokens} of {whose} prompt tokens were computed" if others.prompt_tokens else ""
         )
-        count = "another request" if others.requests == 1 else f"{others.requests} other requests"
+        count = "another request" if others.requests == 1 else counted(others.requests, "other request")
         return f"; meanwhile {count} had a slot{computed}"
 
     def _formats(self) -> Formats:
@@ -215,7 +216,7 @@ class Timeline(Displayed, Sequence[RequestTimeline]):
             return "<Timeline without requests>"
         lines = [
             f"{number} {each.model} {each.outcome}: queued {each.queue_s:.3f} s, prefill {each.prefill_s:.3f} s, "
-            f"decode {each.decode_s:.3f} s, {each.output_tokens} tokens"
+            f"decode {each.decode_s:.3f} s, {counted(each.output_tokens, 'token')}"
             for number, each in enumerate(self._requests)
         ]
         loads = [f"{each.kind} {each.model} {each.outcome}: {each.total_s:.3f} s" for each in self.models]
@@ -223,7 +224,7 @@ class Timeline(Displayed, Sequence[RequestTimeline]):
 
     def _footer(self) -> list[str]:
         more = len(self) - SHOWN_REQUESTS
-        return [f"{more} more requests: see .df"] if more > 0 else []
+        return [f"{counted(more, 'more request')}: see .df"] if more > 0 else []
 
     def _repr_html_(self) -> str:
         shown = self._requests[:SHOWN_REQUESTS]

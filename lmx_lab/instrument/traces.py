@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import in_thread, on_loop
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.results.figures import HeatMap, Picture
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, write_file
@@ -258,8 +258,8 @@ class ActivationCache(Displayed, dict[str, NDArray[Any]]):
         rows = [f"  {name}  {text}" for name, text in _grouped({name: self[name].shape for name in self})]
         text = "".join(self.texts)
         head = (
-            f"<ActivationCache of {self.model}: {len(self)} hooks at {len(self.positions)} of {len(self.tokens)} "
-            f"positions, {self.nbytes / 1e6:.1f} MB, text {text[:60]!r}>"
+            f"<ActivationCache of {self.model}: {counted(len(self), 'hook')} at {len(self.positions)} of "
+            f"{counted(len(self.tokens), 'position')}, {self.nbytes / 1e6:.1f} MB, text {text[:60]!r}>"
         )
         return "\n".join([head, *rows])
 
@@ -277,10 +277,10 @@ class HookTable(Displayed, dict[str, Shape]):
 
     def __repr__(self) -> str:
         rows = [f"  {name}  {text}" for name, text in _grouped(self)]
-        return "\n".join([f"<{len(self)} hooks of {self.model}>", *rows])
+        return "\n".join([f"<{counted(len(self), 'hook')} of {self.model}>", *rows])
 
     def _repr_html_(self) -> str:
-        return _table(f"{len(self)} hooks of {self.model}", self)
+        return _table(f"{counted(len(self), 'hook')} of {self.model}", self)
 
 
 def _grouped(shapes: Mapping[str, Shape]) -> list[tuple[str, str]]:
@@ -290,7 +290,7 @@ def _grouped(shapes: Mapping[str, Shape]) -> list[tuple[str, str]]:
         groups.setdefault((BLOCK.sub("blocks.*.", name), shape), []).append(name)
     rows = []
     for (kind, shape), names in groups.items():
-        title = names[0] if len(names) == 1 else f"{kind} ({len(names)} blocks)"
+        title = names[0] if len(names) == 1 else f"{kind} ({counted(len(names), 'block')})"
         rows.append((title, f"({', '.join(map(str, shape))})"))
     return rows
 
@@ -323,7 +323,8 @@ class AttentionPattern(Picture):
         heads = len(self.pattern)
         if not -heads <= head < heads:
             raise InvalidRequestError(
-                f"head is {head}; block {self.layer} of {self.model} has {heads} heads, 0 to {heads - 1}", param="head"
+                f"head is {head}; block {self.layer} of {self.model} has {counted(heads, 'head')}, 0 to {heads - 1}",
+                param="head",
             )
         return head % heads
 
@@ -355,7 +356,10 @@ class AttentionPattern(Picture):
 
     def __repr__(self) -> str:
         heads, queries, _ = self.pattern.shape
-        return f"<AttentionPattern of {self.model}: block {self.layer}, {heads} heads, {queries} tokens; .pattern>"
+        return (
+            f"<AttentionPattern of {self.model}: block {self.layer}, {counted(heads, 'head')}, "
+            f"{counted(queries, 'token')}; .pattern>"
+        )
 
     def _repr_html_(self) -> str:
         small = ""
@@ -401,7 +405,7 @@ class LogitLensTable(Picture):
         blocks, at = len(self.ids), position + len(self.texts) if position < 0 else position
         if not -blocks <= block < blocks:
             raise InvalidRequestError(
-                f"block is {block}; {self.model} has {blocks} blocks, 0 to {blocks - 1}", param="block"
+                f"block is {block}; {self.model} has {counted(blocks, 'block')}, 0 to {blocks - 1}", param="block"
             )
         if at not in self.positions:
             raise InvalidRequestError(
@@ -461,8 +465,9 @@ class LogitLensTable(Picture):
         blocks, positions, top = self.ids.shape
         last = ", ".join(map(repr, self.predicted(-1, max(self.positions))))
         return (
-            f"<LogitLensTable of {self.model}: {blocks} blocks, {positions} positions, {top} tokens each; after the "
-            f"last block and position: {last}; .df contains all values>"
+            f"<LogitLensTable of {self.model}: {counted(blocks, 'block')}, {counted(positions, 'position')}, "
+            f"{counted(top, 'token')} each; after "
+            f"the last block and position: {last}; .df contains all values>"
         )
 
     def _repr_html_(self) -> str:

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from lmx_lab.arguments import Prompt, chat_request, completion_request
 from lmx_lab.backend import Backend, FinishedAnswer, RunningAnswer, TokenAnswer
 from lmx_lab.blocking import END, End, Stream, on_loop
+from lmx_lab.errors import counted
 from lmx_lab.instrument.branches import HasTokens
 from lmx_lab.instrument.lens import TokenTable
 from lmx_lab.results.pages import Displayed
@@ -193,10 +194,10 @@ class Reply(Displayed, FinishedAnswer, HasTokens):
         return "\n\n".join([*thoughts, *text, *calls, f"<small>{_references(self.model)} · {self._cost()}</small>"])
 
     def _thoughts(self) -> str:
-        return f"thoughts, {self.reasoning_tokens} tokens"
+        return f"thoughts, {counted(self.reasoning_tokens, 'token')}"
 
     def _cost(self) -> str:
-        speed = f"{self.usage.completion_tokens} tokens, {self.tokens_per_second:.1f} tok/s"
+        speed = f"{counted(self.usage.completion_tokens, 'token')}, {self.tokens_per_second:.1f} tok/s"
         return f"{speed} · first token in {self.ttft_s:.2f} s"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import Backend, FinishedAnswer, RunningAnswer
-from lmx_lab.errors import HostingError, InvalidRequestError, QueueFullError
+from lmx_lab.errors import HostingError, InvalidRequestError, QueueFullError, counted
 from lmx_lab.panels.panel import Panel, integer_field, number_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip, replace_surrogates
@@ -190,7 +190,7 @@ class LiveAnswer:
         self._tokens += delta.tokens
         self._size += len(delta.text) + len(delta.reasoning)
         # Answers of other processes do not report the number of tokens.
-        self.status = f"{self._tokens} tokens" if self._tokens else "answering"
+        self.status = counted(self._tokens, "token") if self._tokens else "answering"
 
     @property
     def has_begun(self) -> bool:
@@ -208,7 +208,7 @@ class LiveAnswer:
         running, stats = self.running, self.ending
         text, cost = ("", None) if running is None else (running.text, running.finished)
         if cost is not None:
-            speed = f"{cost.usage.completion_tokens} tokens · {cost.timings.predicted_per_second:.1f} tok/s"
+            speed = f"{counted(cost.usage.completion_tokens, 'token')} · {cost.timings.predicted_per_second:.1f} tok/s"
             ending = describe_ending(cost, self._max_tokens)
             stats = " · ".join(filter(None, (cost.model, f"{speed} · first token in {cost.ttft_s:.2f} s", ending)))
         is_complete = cost is not None and cost.finish_reason != "length"
@@ -370,7 +370,7 @@ class ChatPanel(Panel):
         kept = self._messages = trim_transcript(messages)
         self._removed += len(messages) - len(kept)
         removed = (
-            f"{self._removed} older messages were removed, also from the prompt: "
+            f"older messages were removed, also from the prompt: {self._removed:,}; "
             f"at most {MAX_MESSAGES} messages and {MAX_CHARACTERS:,} characters are kept"
         )
         self.show(messages=[asdict(each) for each in kept], removed=removed if self._removed else "", **values)

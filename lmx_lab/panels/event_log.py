@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, get_args
 
+from lmx_lab.errors import counted
 from lmx_lab.sanitize import UNSAFE, clip
 from lmx_lab.wire.events import (
     DaemonEvent,
@@ -385,7 +386,7 @@ class SessionView:
                 self.status = "running"
             case TurnDoneEvent():
                 tokens, speed = event.stats.completion_tokens, event.stats.tokens_per_second
-                self._end(f"{event.data.stop_reason} · {tokens} tokens · {speed:.1f} tok/s")
+                self._end(f"{event.data.stop_reason} · {counted(tokens, 'token')} · {speed:.1f} tok/s")
             case TurnErrorEvent():
                 self._end(event.data.error.message)
             case _:

@@ -12,7 +12,7 @@ import traitlets
 
 from lmx_lab.backend import Backend
 from lmx_lab.client.subscription import ConnectionState
-from lmx_lab.errors import HostingError, InvalidRequestError, NotFoundError
+from lmx_lab.errors import HostingError, InvalidRequestError, NotFoundError, counted
 from lmx_lab.panels.event_log import COLUMNS, GROUPS, MAX_ROWS, EventRow, EventRows, RowFilter, SessionTracker
 from lmx_lab.panels.panel import Panel, number_field, text_field
 from lmx_lab.panels.workbench import EventSource, Workbench
@@ -176,9 +176,8 @@ class EventsPanel(Panel):
     def _summary(self) -> str:
         """Describe the number of rows."""
         passing, kept, removed = len(self._rows.passing), len(self._rows), self._rows.removed
-        rows = "row" if kept == 1 else "rows"
-        count = f"{kept:,} {rows}" if passing == kept else f"{passing:,} of {kept:,} {rows}"
-        return f"{count}; {removed:,} older ones were removed" if removed else count
+        count = counted(kept, "row") if passing == kept else f"{passing:,} of {counted(kept, 'row')}"
+        return f"{count}; older rows were removed: {removed:,}" if removed else count
 
     def _connection_view(self) -> dict[str, str]:
         now, source = self._connection, self._source

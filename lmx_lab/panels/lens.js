@@ -125,7 +125,7 @@ export default panel("Lens", ({ model, root, watch }) => {
       node.style.paddingInlineStart = depth * 16 + "px";
       set(show, id);
       show.setAttribute("aria-pressed", isShown);
-      set(figures, [place, count + " tokens", logprob?.toFixed(2)].filter(Boolean).join(" · "));
+      set(figures, [place, count, logprob?.toFixed(2)].filter(Boolean).join(" · "));
       set(words, shown);
       prune.hidden = !depth;
     }];

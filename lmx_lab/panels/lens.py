@@ -11,7 +11,7 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import TokenAnswer
-from lmx_lab.errors import InvalidRequestError, ModelBusyError
+from lmx_lab.errors import InvalidRequestError, ModelBusyError, counted
 from lmx_lab.instrument import AnswerTree, Branch, TokenLens
 from lmx_lab.instrument.branches import continue_answer
 from lmx_lab.instrument.lens import LIMITS, known_lens, rank_of, scored_lens, visible_text
@@ -215,7 +215,7 @@ class LensPanel(Panel):
             "name": branch.name,
             "at": branch.at,
             "model": clip(answer.model, TEXT_CHARACTERS),
-            "caption": f"{len(answer.ids) or len(lens):,} tokens{more}{figures}",
+            "caption": f"{counted(len(answer.ids) or len(lens), 'token')}{more}{figures}",
             "text": "" if len(lens) else clip(answer.text, 4000),
             "scored": bool(len(lens)),
             "refusal": refusal,
@@ -226,7 +226,7 @@ class LensPanel(Panel):
                 "id": each.name,
                 "depth": depth,
                 "place": "" if each.at is None else f"at {each.at}: {escape_text(str(each.token))!r}",
-                "tokens": len(each.ids),
+                "tokens": counted(len(each.ids), "token"),
                 "logprob": _rounded(self._lenses[each].logprob if each in self._lenses else each.known_logprob),
                 "text": clip(each.text, TEXT_CHARACTERS),
                 "shown": each is branch,

@@ -13,7 +13,7 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import InvalidRequestError, LabError
+from lmx_lab.errors import InvalidRequestError, LabError, counted
 from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.summary import CHARTS, FIELDS, line_charts, values_of
 from lmx_lab.panels.workbench import KEPT_S, Workbench
@@ -104,11 +104,11 @@ class MetricsPanel(Panel):
             found = ()
         clients = []
         for each in found[:MAX_CLIENTS]:
-            what = f"prompt of {each.prompt_tokens:,} tokens" if each.kind == "chat" else each.kind
+            what = f"prompt of {counted(each.prompt_tokens, 'token')}" if each.kind == "chat" else each.kind
             if each.state == "queued":
                 what = "queued"
             elif each.completion_tokens:
-                what = f"{each.completion_tokens:,} tokens"
+                what = counted(each.completion_tokens, "token")
             name = each.client or "this notebook"
             cells = (name, f"{clip(each.model, 80)}: {what}", f"{each.age_s:.0f} s")
             clients.append({"id": each.id, "cells": cells})
@@ -153,7 +153,7 @@ class MetricsPanel(Panel):
                     text = "none yet" if value is None else f"{value:,.{chart.digits}f} {chart.unit}".rstrip()
                     cells.append(text)
                 rows.append(cells)
-        names = ("measurement", "latest", f"highest of {len(samples)} samples")
+        names = ("measurement", "latest", f"highest of {counted(len(samples), 'sample')}")
         table = html_table(names, rows, caption=f"Metrics: server {self.server['state']}", style=UNBROKEN)
         failures = "".join(f"<li>{html.escape(text)}</li>" for text in self._failures())
         table += f"<div>Failed requests, newest first:</div><ul>{failures}</ul>" if failures else ""

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, first_names
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, counted, first_names
 from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, format_context, model_row
 from lmx_lab.panels.workbench import Workbench
@@ -436,7 +436,7 @@ class ModelsPanel(Panel):
         if not self._is_listed:
             return ""
         count = len(self._records)
-        caption = f"{count} model{'' if count == 1 else 's'} on {self.workbench.backend.state().disk}"
+        caption = f"{counted(count, 'model')} on {self.workbench.backend.state().disk}"
         return caption if count <= MAX_ROWS else f"{caption}; the first {MAX_ROWS} are shown, others load by name"
 
     def _pressure(self) -> str:
@@ -488,9 +488,8 @@ class ModelsPanel(Panel):
             question = ""
             if not item.remedy:
                 # The question before a deletion names the files and their size.
-                count = len(item.files)
                 names = [f"{name} ({format_bytes(size)})" for name, size in item.files]
-                files = f"{count} file{'' if count == 1 else 's'}: {first_names(names, NAMED_FILES)}"
+                files = f"{counted(len(item.files), 'file')}: {first_names(names, NAMED_FILES)}"
                 question = f"Delete {item.name}, {format_bytes(item.size_bytes)} at {item.path}? {files}."
                 if item.name in loaded:
                     question += " It is in memory, and can be used until it is unloaded."

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from lmx_lab.backend import ServerState
+from lmx_lab.errors import counted
 from lmx_lab.results.figures import LineChart, Series
 from lmx_lab.values.plan import Fit
 from lmx_lab.wire.admin import ModelRecord, Sample
@@ -56,7 +57,7 @@ def model_row(record: ModelRecord, *, serves: bool, unloading: bool) -> dict[str
 def format_context(record: ModelRecord, *, serves: bool) -> str:
     """Format the context of a model: as it is loaded, with the number of slots, or else as it was trained."""
     if serves and (loaded := record.loaded_context_length) is not None and record.slots is not None:
-        return f"{loaded:,} in {record.slots} slot{'s' * (record.slots != 1)}"
+        return f"{loaded:,} in {counted(record.slots, 'slot')}"
     return "" if record.context_length is None else f"{record.context_length:,}"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from lmx_lab.errors import counted
 from lmx_lab.extras import installed_version
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def describe_machine(rows: pd.DataFrame) -> str:
     if not machines:
         return "The machine of this measurement is not known."
     found = max(machines, key=lambda one: one.get("busy_share") or 0.0)
-    place = f"Measured on {found.get('cpu') or 'an unknown CPU'} with {found.get('threads')} threads."
+    threads = counted(found["threads"], "thread") if found.get("threads") else "an unknown number of threads"
+    place = f"Measured on {found.get('cpu') or 'an unknown CPU'} with {threads}."
     busy = found.get("busy_share") or 0.0
     if busy < 0.15:
         return place

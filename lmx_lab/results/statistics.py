@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 LEVEL = 0.95
@@ -155,7 +155,8 @@ def median_interval(
         labels = list(groups)
         if len(labels) != len(table):
             raise InvalidRequestError(
-                f"there are {len(labels)} groups for {len(table)} values; give one group for each value"
+                f"groups has {counted(len(labels), 'label')} for {counted(len(table), 'value')}; give one group for "
+                "each value"
             )
         groups = [labels[at] for at in np.flatnonzero(known)]
     table = table[known]
@@ -210,7 +211,8 @@ def ratio_interval(
     if paired:
         if len(left) != len(right):
             raise InvalidRequestError(
-                f"a has {len(left)} values and b has {len(right)}; give equal numbers of values, or paired=False"
+                f"a has {counted(len(left), 'value')} and b has {len(right)}; give equal numbers of values, or "
+                "paired=False"
             )
         left, right = np.where(np.isfinite(right), left, math.nan), np.where(np.isfinite(left), right, math.nan)
     left, right = left[np.isfinite(left)], right[np.isfinite(right)]
@@ -323,7 +325,7 @@ class PairedTest:
         few = "; too few rows differ to tell which is better" if _are_too_few(self.better + self.worse) else ""
         return (
             f"difference {self.difference:+.3f} [{bounds}], p = {self.p_value:.3g} "
-            f"({self.method}); better in {self.better}, worse in {self.worse} of {self.n} rows{few}"
+            f"({self.method}); better in {self.better}, worse in {self.worse} of {counted(self.n, 'row')}{few}"
         )
 
 

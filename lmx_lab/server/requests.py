@@ -23,7 +23,7 @@ from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Answer, Caller, EmbeddingRequest, GenerationRequest, RerankRequest
 from lmx_lab.engine.lookup import public_id
 from lmx_lab.engine.stream import Outcome
-from lmx_lab.errors import LabError, NotFoundError, RequestStoppedError
+from lmx_lab.errors import LabError, NotFoundError, RequestStoppedError, counted
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.errors import client_of
 from lmx_lab.http.guard import Scope, is_local
@@ -380,7 +380,7 @@ def _log(exchange: Exchange, status: int | None) -> None:
         if event.finish_reason == "error":
             lines.append("  ".join(part for part in (event.model, shown_status, event.code) if part))
             continue
-        parts = [event.model, f"{event.prompt_tokens} tokens in"]
+        parts = [event.model, f"{counted(event.prompt_tokens, 'token')} in"]
         if event.kind == "chat":
             parts[1] += f", {event.completion_tokens} out"
         if isinstance(end.report, GenerationReport):

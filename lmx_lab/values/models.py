@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias, TypedDict, cast
 
+from lmx_lab.errors import counted
 from lmx_lab.values.bodies import Body, Limits, whole
 
 Kind = Literal["chat", "embedding", "rerank"]
@@ -130,7 +131,7 @@ class Unloading:
 
     def __str__(self) -> str:
         limit = {None: "no time limit", 0: "stopping now"}.get(self.seconds_left, f"{self.seconds_left} s")
-        return f"unloading, {self.answers_left} answer{'' if self.answers_left == 1 else 's'} left ({limit})"
+        return f"unloading, {counted(self.answers_left, 'answer')} left ({limit})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +203,8 @@ def capacity_in_words(slots: int | None, context_length: int | None) -> str:
     """Return how many requests a loaded model decodes in parallel, and their maximum length; empty if unknown."""
     if slots is None:
         return ""
-    requests = "1 request" if slots == 1 else f"{slots} requests"
-    return f"{requests} at once" + (f", of up to {context_length:,} tokens each" if context_length is not None else "")
+    length = f", of up to {counted(context_length, 'token')} each" if context_length is not None else ""
+    return f"{counted(slots, 'request')} at once{length}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +420,7 @@ class ModelFiles:
             lines.append(f"{item.name}: {item.what}, {item.size_bytes / 1e6:,.1f} MB at {item.path}")
             lines += [f"  {size / 1e6:>10,.1f} MB  {name}" for name, size in item.files[:LISTED_FILES]]
             if (more := len(item.files) - LISTED_FILES) > 0:
-                lines.append(f"  and {more} smaller files")
+                lines.append(f"  and {counted(more, 'smaller file')}")
         if any(item.what == HUB_MODEL for item in self.items):
             lines.append("other programs, such as transformers, may use files in the hub cache")
         lines += [f"{path} links to these files, and cannot be loaded without them" for path in self.links]

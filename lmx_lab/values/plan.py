@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lmx_lab.errors import counted
 from lmx_lab.results.pages import Displayed
 from lmx_lab.values.engine import ModelState
 from lmx_lab.values.models import EngineName, Kind
@@ -63,7 +64,7 @@ class LargestContext:
     for this many requests."""
 
     def __str__(self) -> str:
-        requests = "1 request" if self.requests == 1 else f"{self.requests} requests"
+        requests = counted(self.requests, "request")
         if self.context_length == 0:
             return f"too little memory for {requests}"
         return f"{'any number of' if self.context_length is None else f'{self.context_length:,}'} tokens for {requests}"

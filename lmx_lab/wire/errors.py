@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from lmx_lab.errors import UNKNOWN_FIELD, InvalidRequestError, did_you_mean
+from lmx_lab.errors import UNKNOWN_FIELD, InvalidRequestError, counted, did_you_mean
 from lmx_lab.wire.base import FormatModel
 
 Shape = TypeVar("Shape")
@@ -116,7 +116,7 @@ def invalid_request(problems: Sequence[Any], shape: type[BaseModel] | None = Non
             limit = problem["ctx"]["max_length"]
             message = f"has {len(problem['input'])} items, the limit is {limit}; send at most {limit}"
         case "too_short":
-            message = f"has {len(problem['input'])} items; send at least {problem['ctx']['min_length']}"
+            message = f"has {counted(len(problem['input']), 'item')}; send at least {problem['ctx']['min_length']}"
         case "union_tag_invalid":
             # The message contains the tag, which may have any length.
             tag = str(problem["ctx"]["tag"])

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, JsonValue, TypeAdapter, ValidationError
 
+from lmx_lab.errors import counted
 from lmx_lab.wire.daemon import Upstream
 from lmx_lab.wire.errors import ErrorDetail
 from lmx_lab.wire.mcp import ErrorKind, ServerState
@@ -283,7 +284,7 @@ class McpStatusEvent(_LogEvent):
 
     def display_text(self) -> str:
         data = self.data
-        return " · ".join(filter(None, (f"{data.name}: {data.state}", f"{data.tools} tools", data.error)))
+        return " · ".join(filter(None, (f"{data.name}: {data.state}", counted(data.tools, "tool"), data.error)))
 
     @property
     def display_tone(self) -> Tone:
@@ -441,7 +442,10 @@ class TurnDoneEvent(_LogEvent):
 
     def display_text(self) -> str:
         stats = self.stats
-        cost = f"{stats.completion_tokens} tokens · {stats.tokens_per_second:.1f} tok/s · {stats.elapsed_s:.1f} s"
+        cost = (
+            f"{counted(stats.completion_tokens, 'token')} · {stats.tokens_per_second:.1f} tok/s · "
+            f"{stats.elapsed_s:.1f} s"
+        )
         return f"{self.data.stop_reason} · {cost} · {self.data.text}"
 
     @property

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType
 
+from lmx_lab.errors import counted
 from lmx_lab.values.outputs import RerankMethod
 from lmx_lab.wire.base import ANY_MODEL, WHOLE, AnyModel, FormatModel, Neutral, NonEmpty
 from lmx_lab.wire.embeddings import INPUT_LIMIT, EncodingUsage, InputTexts
@@ -244,8 +245,8 @@ class ScoreBody(ScoringBody):
     def _check_lengths(self) -> Self:
         if isinstance(self.text_1, list) and len(self.text_1) > 1 and len(self.text_1) != len(self.pairs):
             raise ValueError(
-                f"text_1 has {len(self.text_1)} texts, and text_2 {len(self.pairs)}; send one text_1, or as many as "
-                "texts in text_2"
+                f"text_1 has {counted(len(self.text_1), 'text')}, and text_2 {len(self.pairs)}; send one text_1, or as "
+                "many as texts in text_2"
             )
         return self
 

@@ -231,7 +231,7 @@ def test_requests_are_accepted_up_to_the_limit():
     # The estimate is made for a refusal only.
     first, _ = admission.admit(1, slot_free_s=pytest.fail) + admission.admit(1, slot_free_s=pytest.fail)
     with pytest.raises(
-        QueueFullError, match=r"2 requests for tiny are running or queued, and the limit is 2 .* in 30 s"
+        QueueFullError, match=r"tiny has 2 requests running or queued, and the limit is 2 .* in 30 s"
     ) as refused:
         admission.admit(1, slot_free_s=lambda: 30.0)
     assert refused.value.retry_after_s == 30

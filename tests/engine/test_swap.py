@@ -197,7 +197,7 @@ async def test_the_number_of_waiting_requests_is_limited():
     for _ in range(3):
         model.queue.ticket("b", limited=True)
     with pytest.raises(
-        QueueFullError, match=r"3 requests wait for their model, and the limit is 3 \(slots 1 \+ queue_limit 2\)"
+        QueueFullError, match=r"requests that wait for their model: 3, and the limit is 3 \(slots 1 \+ queue_limit 2\)"
     ):
         model.queue.ticket("b", limited=True)
     model.queue.swap_s = 7.0

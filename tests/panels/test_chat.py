@@ -238,7 +238,7 @@ def test_the_number_of_removed_messages_is_shown(reader, backend):
     for number in range(3):
         answer(reader, backend, "x" * 90_000, str(number))
     assert len(reader.panel.messages) == 4
-    assert reader.panel.removed.startswith("2 older messages were removed")
+    assert reader.panel.removed.startswith("older messages were removed, also from the prompt: 2; at most")
 
 
 def test_an_answer_that_is_too_long_is_cut(reader, backend):

@@ -128,7 +128,7 @@ def test_a_frame_has_the_newest_rows_and_a_view_can_request_others(reader, daemo
 def test_the_oldest_rows_are_removed_and_the_others_keep_their_numbers(reader, daemon, log):
     reader.give(daemon.given, *(log.event("x.n", n) for n in range(MAX_ROWS + 30)))
     reader.until(lambda panel: panel.frame["base"] == 30 and panel.frame["total"] == MAX_ROWS)
-    assert reader.panel.frame["summary"] == "5,000 rows; 30 older ones were removed"
+    assert reader.panel.frame["summary"] == "5,000 rows; older rows were removed: 30"
     assert [row["text"] for row in reader.ask("rows", first=40, count=2)["rows"]] == ["40", "41"]
     part = reader.ask("rows", first=3, count=1)
     assert (part["first"], part["rows"][0]["text"]) == (30, "30")

@@ -495,7 +495,7 @@ def test_a_thousand_models_are_a_bounded_list(reader, backend):
     backend.records = [record(f"model-{number}") for number in range(1000)]
     backend.set_state(disk="the disk of example.org:8400")
     reader.ask("refresh")
-    reader.until(lambda panel: "1000 models on the disk of example.org:8400" in panel.caption)
+    reader.until(lambda panel: "1,000 models on the disk of example.org:8400" in panel.caption)
     assert len(reader.panel.rows) == MAX_ROWS
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmx_lab.engine.answers import Generation
 from lmx_lab.engine.requests import GenerationRequest
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.values.outputs import (
     Delta,
     PromptProgress,
@@ -399,7 +399,8 @@ class AnswerReader:
         if constraint.failure is not None or not is_allowed:
             raise InvalidRequestError(
                 "llama.cpp has not enforced the format of the answer: the text is not allowed after "
-                f'{max(0, constraint.tokens - 1)} tokens; simplify the format, or load the model with engine="mlx"',
+                f"{counted(max(0, constraint.tokens - 1), 'token')}; simplify the format, or load the model with "
+                'engine="mlx"',
                 param=None if generation.request.answer_format is None else "response_format",
             )
         return text

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmx_lab.errors import UnusableModelError
+from lmx_lab.errors import UnusableModelError, counted
 from lmx_lab.weights.gguf.header import TENSOR_TYPES
 
 TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
@@ -215,7 +215,7 @@ class Model:
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
             batch.logits[index] = int(outputs or index == len(tokens) - 1)
         if (status := self._decode(self._context, batch)) != 0:
-            raise UnusableModelError(f"llama.cpp cannot compute {len(tokens)} tokens: status {status}")
+            raise UnusableModelError(f"llama.cpp cannot compute {counted(len(tokens), 'token')}: status {status}")
         self._synchronize(self._context)
 
     def logits(self, index: int) -> Floats:

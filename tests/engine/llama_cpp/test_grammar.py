@@ -190,7 +190,7 @@ async def test_llama_cpp_ignores_a_grammar_that_it_cannot_compile(manager):
 
 async def test_an_answer_ends_with_an_error_where_llama_cpp_stops_enforcing_its_grammar(manager):
     words = " | ".join(f'"word {at}"' for at in range(2500))
-    with invalid("response_format", r"has not enforced the format .* after 1 tokens; simplify"):
+    with invalid("response_format", r"has not enforced the format .* after 1 token; simplify"):
         await run(manager, prompt=numbers(10), answer_format=AnswerFormat(kind="lark", text=f"start: {words}"))
 
 

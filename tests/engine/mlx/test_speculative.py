@@ -192,7 +192,7 @@ async def test_a_draft_model_that_cannot_be_used_is_refused(tiny, tmp_path):
     folder = shutil.copytree(tiny.path, tmp_path / "other")
     teach_thinking(folder)
     async with manager_with(tiny) as manager:
-        other = "other has a vocabulary of 49,152 tokens and tiny one of 49,152, and 4 tokens are not the same"
+        other = "other has a vocabulary of 49,152 tokens and tiny one of 49,152; different tokens: 4"
         for draft, reason in (
             (str(folder), other),
             ("no-model", "the draft model cannot be used: there is no model 'no-model'"),

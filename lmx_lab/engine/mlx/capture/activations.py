@@ -18,7 +18,7 @@ from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.capture.attention import AttentionRecorder
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
 from lmx_lab.engine.mlx.capture.points import ATTN_OUT, BLOCK, EMBED, LOGITS, RESID_MID, RESID_PRE, HookPoints
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.values.tracing import Activations
 
 LOGITS_CHUNK_TOKENS = 64
@@ -95,7 +95,8 @@ def resolve_positions(positions: Sequence[int] | None, count: int) -> tuple[list
     if wrong is not None or not positions:
         found = "is empty" if wrong is None else f"contains {wrong}"
         raise InvalidRequestError(
-            f"positions {found}; the text has {count} tokens, at the positions 0 to {count - 1}", param="positions"
+            f"positions {found}; the text has {counted(count, 'token')}, at the positions 0 to {count - 1}",
+            param="positions",
         )
     computed = sorted({at % count for at in positions})
     return computed, [bisect_left(computed, at % count) for at in positions]
@@ -159,7 +160,8 @@ def compute_activations(context: TraceContext, tokens: Sequence[int], work: Acti
         shapes[name] = (len(positions), size[0], len(tokens)) if name.endswith(PATTERN) else (len(positions), *size)
     context.check_bytes(
         sum(4 * int(np.prod(shape)) * len(order) // len(positions) for shape in shapes.values()),
-        f"{len(names)} hooks at {len(order)} positions of a text with {len(tokens)} tokens",
+        f"{counted(len(names), 'hook')} at {counted(len(order), 'position')} of a text with "
+        f"{counted(len(tokens), 'token')}",
         "name fewer hooks or positions, or shorten the text",
     )
     arrays: dict[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}

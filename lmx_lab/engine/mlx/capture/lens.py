@@ -25,7 +25,7 @@ from lmx_lab.engine.mlx.capture.activations import (
 )
 from lmx_lab.engine.mlx.capture.install import HookPoint
 from lmx_lab.engine.mlx.capture.points import ATTN_OUT, MLP_OUT, RESID_POST, RESID_PRE, HookPoints, logits_of
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.values.tracing import LogitLens
 
 MAX_ROWS = 4 * VOCABULARY_ROWS
@@ -51,7 +51,8 @@ def compute_logit_lens(context: TraceContext, tokens: Sequence[int], work: Logit
     width = found.sizes[names[0]][0]
     context.check_bytes(
         4 * len(names) * len(positions) * (2 * work.top + width),
-        f"the residual stream and the tokens of {len(names)} blocks at {len(positions)} positions",
+        f"the residual stream and the tokens of {counted(len(names), 'block')} at "
+        f"{counted(len(positions), 'position')}",
         "name fewer positions, or shorten the text",
     )
     residual = np.zeros((len(names), len(positions), width), np.float32)

@@ -35,7 +35,7 @@ from lmx_lab.engine.mlx.capture.activations import (
 )
 from lmx_lab.engine.mlx.capture.install import HookFunction, HookPoint, install
 from lmx_lab.engine.mlx.capture.points import ATTN_OUT, RESID_MID, RESID_POST, RESID_PRE, HookPoints, Z, logits_of
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.values.tracing import PATCHABLE, Patching
 
 BATCH_TOKENS = 4096
@@ -92,8 +92,8 @@ def compute_patching(
         cells += [_Cell(name=name, head=head) for head in heads]
     if len(clean) != len(tokens):
         raise InvalidRequestError(
-            f"the clean text has {len(clean)} tokens and the corrupt one {len(tokens)}; both need the same number, so "
-            "that their positions correspond; lab.patch compares texts such as two names of one token each",
+            f"the clean text has {counted(len(clean), 'token')} and the corrupt one {len(tokens)}; both need the same "
+            "number, so that their positions correspond; lab.patch compares texts such as two names of one token each",
             param="clean",
         )
     context.require_tail()
@@ -102,7 +102,7 @@ def compute_patching(
     width = found.sizes[f"blocks.0.{RESID_PRE}"][0] * (len(found.parts.blocks) + 1)
     context.check_bytes(
         4 * len(tokens) * (width + sum(math.prod(found.sizes[name]) for name in names)),
-        f"the values of {len(names)} hooks at {len(tokens)} positions",
+        f"the values of {counted(len(names), 'hook')} at {counted(len(tokens), 'position')}",
         "name fewer hooks, or shorten the texts",
     )
     sweep = _Sweep(context, tokens, pair)
