@@ -388,6 +388,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def format_bytes(count: float) -> str:
+    """Return a size in words; 1 GB is 10^9 bytes."""
+    for unit, size, digits in (("GB", 10**9, 2), ("MB", 10**6, 0), ("kB", 10**3, 0)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}"
+    return counted(round(count), "byte")
+
+
 def first_names(names: Sequence[str], most: int) -> str:
     """Return at most ``most`` names as a text, followed by the number of other names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -16,7 +15,7 @@ from lmx_lab.backend import Backend, load_or_cancel
 from lmx_lab.bench.http_stream import ChatEndpoint, TimedRequest
 from lmx_lab.bench.sample import Chunk, ServerMetrics, measure_chunk
 from lmx_lab.client import AsyncLabClient, ChatFormatClient
-from lmx_lab.client.chat_format import DONE, MAX_OPEN_S, ChunkReader, TokenUsage, next_until
+from lmx_lab.client.chat_format import DONE, MAX_OPEN_S, ChunkReader, TokenUsage, next_until, write_stream_request
 from lmx_lab.client.connection import was_sent
 from lmx_lab.errors import (
     ConnectionLostError,
@@ -174,14 +173,8 @@ class ChatTarget:
                 pass
         # All answers of LMX Lab servers are deterministic and have the requested length.
         lab_fields = {"temperature": 0, "ignore_eos": True} if self._is_lab else {}
-        stream = {"stream": True, "stream_options": {"include_usage": True}}
-        request = {"model": self._model or "default", **body, **stream, **lab_fields, **self._extra}
-        try:
-            content = json.dumps(request, allow_nan=False).encode()
-        except (TypeError, ValueError) as exc:
-            raise InvalidRequestError(
-                f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
-            ) from exc
+        request = {"model": self._model or "default", **body, **lab_fields, **self._extra}
+        content = write_stream_request(request)
         async with TimedRequest(self._endpoint, content) as sent:
             yield Chunk(at_s=sent.send())
             reader, until_s = ChunkReader(self.url), None

@@ -17,7 +17,7 @@ from rich.text import Text
 from lmx_lab.cli.completion import complete_model, complete_pull
 from lmx_lab.cli.options import Command, epilog, settings_with_folders, with_load_options
 from lmx_lab.cli.terminal import is_interactive, out, print_line, print_note, read_line
-from lmx_lab.errors import InvalidRequestError
+from lmx_lab.errors import InvalidRequestError, format_bytes
 from lmx_lab.sanitize import single_line
 from lmx_lab.values.models import ECHO, LoadSpec, QuantizedType, by_model
 
@@ -73,7 +73,7 @@ def pull(
             is_choice = catalog.can_choose_format(model)
             format_ = preferred_engine(read_speeds(settings)).format if is_choice else None
             entry = catalog.fetch(model, progress.update, format=format_)
-    print_line(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
+    print_line(f"{entry.id}: {format_bytes(entry.size_bytes)} at {entry.path}")
     from lmx_lab.doctor.engines import check_copies
 
     for finding in check_copies(settings, only=entry.id) if entry.format == "gguf" else ():
@@ -108,7 +108,7 @@ def quantize(
     with bar(model) as progress:
         entry = make_copy(settings, model, type_name, progress.update)
     assert entry.copy is not None
-    print_line(f"{entry.id}: {entry.size_bytes / 1e6:.0f} MB at {entry.path}")
+    print_line(f"{entry.id}: {format_bytes(entry.size_bytes)} at {entry.path}")
     print_note(entry.copy.describe(entry.id))
 
 
@@ -155,7 +155,7 @@ def models(
         table = Table("id", "kind", "format", "engine", "quantization", "size", "context", "from", box=None)
         for formats in by_model(entries).values():
             entry, *_ = ordered = by_preference(formats, preferred)
-            size, context = f"{entry.size_bytes / 1e6:.0f} MB", str(entry.context_length or "")
+            size, context = format_bytes(entry.size_bytes), str(entry.context_length or "")
             engine = engine_for(entry.format).name
             names = ",".join(dict.fromkeys(each.format for each in ordered))
             copy = entry.copy
@@ -259,7 +259,7 @@ def rm(
         if _is_confirmed(files.model, yes=yes):
             for item in files.items:
                 remove_stored(settings, item)
-            print_line(f"deleted {files.model}: {files.size_bytes / 1e6:,.1f} MB")
+            print_line(f"deleted {files.model}: {format_bytes(files.size_bytes)}")
 
 
 def _is_confirmed(name: str, *, yes: bool) -> bool:
@@ -301,15 +301,15 @@ def storage(
         use = disk_use(settings)
         table = Table("name", "what", "size", "path", box=None)
         for item in use.items:
-            cells = (item.name, item.what, f"{item.size_bytes / 1e6:,.1f} MB", str(item.path))
+            cells = (item.name, item.what, format_bytes(item.size_bytes), str(item.path))
             table.add_row(*(Text(single_line(cell, most=MAX_CELL_CHARACTERS)) for cell in cells))
         _print_wide(table)
         total = sum(item.size_bytes for item in use.items)
-        print_note(f"{total / 1e6:,.0f} MB in all; {use.free_bytes / 1e6:,.0f} MB are free at {settings.home}")
+        print_note(f"{format_bytes(total)} in all; {format_bytes(use.free_bytes)} are free at {settings.home}")
         return
     # All names are checked before anything is deleted.
     for item in [find_stored(settings, name) for name in dict.fromkeys(remove)]:
-        size = f"{item.size_bytes / 1e6:,.1f} MB"
+        size = format_bytes(item.size_bytes)
         print_note(f"{item.name}: {item.what}, {size} at {item.path}")
         if _is_confirmed(item.name, yes=yes):
             remove_stored(settings, item)

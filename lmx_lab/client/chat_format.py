@@ -340,6 +340,21 @@ def _chat_error(text: str | bytes, response: UnexpectedResponse) -> LabError | N
 # The client
 
 
+def write_stream_request(body: Mapping[str, Any]) -> bytes:
+    """Return the JSON of a request for a streamed answer with its usage.
+
+    Raises:
+        InvalidRequestError: it contains a value that JSON does not have.
+    """
+    sent = {"stream": True, "stream_options": {"include_usage": True}, **body}
+    try:
+        return json.dumps(sent, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    except (TypeError, ValueError) as exc:
+        raise InvalidRequestError(
+            f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
+        ) from None
+
+
 class ChatFormatClient(AsyncClientBase[HttpConnection]):
     """Streams chats from one server, on one event loop. Closing or cancelling a call closes its connection.
 
@@ -407,13 +422,7 @@ class ChatFormatClient(AsyncClientBase[HttpConnection]):
             ConnectionLostError: the stream ended before the answer was complete.
             LabError: the server's error, before the first piece or after any piece.
         """
-        sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        try:
-            content = json.dumps(sent, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
-        except (TypeError, ValueError) as exc:
-            raise InvalidRequestError(
-                f"the request cannot be written as JSON: {exc!s:.200}; give plain Python values"
-            ) from None
+        content = write_stream_request(body)
         reader = ChunkReader(self.url)
         source = self._connection.events("POST", "/v1/chat/completions", content=content, document_bytes=LONG_BYTES)
         loop, until_s = asyncio.get_running_loop(), None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -123,26 +123,6 @@ class ModelFinder:
         """
         return await in_thread(functools.partial(self.catalog.resolve, name, local=local))
 
-    async def with_draft(self, entry: ModelEntry, spec: LoadSpec, *, local: bool) -> ModelEntry:
-        """Return the model with the draft model of the load, if it has one: in the same format, for the same engine.
-
-        Args:
-            local: See ``find``.
-
-        Raises:
-            ModelNotFoundError, UnusableModelError, NotLoadedError: see ``find``; for the draft model.
-        """
-        # The echo engine needs no drafts.
-        if spec.draft is None or entry.draft is not None or entry.format == "echo":
-            return entry
-        engine: EngineChoice = "mlx" if entry.format == "mlx" else "llama.cpp"
-        try:
-            draft = await self.find(LoadSpec(model=spec.draft, engine=engine), local=local)
-            await self.check(draft)
-        except (ModelNotFoundError, UnusableModelError) as exc:
-            raise type(exc)(f"the draft model cannot be used: {exc.message}", param="draft") from exc
-        return replace(entry, draft=draft)
-
     async def check(self, entry: ModelEntry) -> None:
         """Check that the files of a model are complete.
 
@@ -155,6 +135,27 @@ class ModelFinder:
     async def on_disk(self) -> Sequence[ModelEntry]:
         """Return the models on disk."""
         return (await self.catalog.alisting()).entries
+
+
+async def with_draft(
+    entry: ModelEntry, spec: LoadSpec, find: Callable[[LoadSpec], Awaitable[ModelEntry]]
+) -> ModelEntry:
+    """Return the model with the draft model of the load, if it has one: in the same format, for the same engine.
+
+    Args:
+        find: Returns the files of the draft model.
+
+    Raises:
+        ModelNotFoundError, UnusableModelError, NotLoadedError: as ``find``; for the draft model.
+    """
+    # The echo engine needs no drafts.
+    if spec.draft is None or entry.draft is not None or entry.format == "echo":
+        return entry
+    engine: EngineChoice = "mlx" if entry.format == "mlx" else "llama.cpp"
+    try:
+        return replace(entry, draft=await find(LoadSpec(model=spec.draft, engine=engine)))
+    except (ModelNotFoundError, UnusableModelError) as exc:
+        raise type(exc)(f"the draft model cannot be used: {exc.message}", param="draft") from exc
 
 
 async def from_disk(work: Callable[[], T], name: str, limit_s: float = 30.0) -> T:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmx_lab.engine.engines import Engines, choose_engine, engine_for, share_memory
-from lmx_lab.engine.find import ModelFinder, choose_format
+from lmx_lab.engine.find import ModelFinder, choose_format, with_draft
 from lmx_lab.engine.speeds import gpu_of_mlx, memory_bandwidth
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, ModelState
-from lmx_lab.values.models import EngineChoice, EngineName, LoadSpec, ModelEntry
+from lmx_lab.values.models import EngineName, LoadSpec, ModelEntry
 from lmx_lab.values.plan import Fit, LoadPlan, find_room
 from lmx_lab.weights.files import in_thread
 
@@ -50,15 +50,13 @@ async def plan_load(
         row = choose_engine(entry, spec)
         if (problem := row.problem()) is not None:
             raise UnusableModelError(problem, param="model")
-        if spec.draft is not None and entry.format != "echo":
-            choice: EngineChoice = "mlx" if row.name == "mlx" else "llama.cpp"
-            draft_spec = LoadSpec(model=spec.draft, engine=choice)
-            try:
-                draft, _ = await find(draft_spec)
-                choose_engine(draft, draft_spec)
-            except (ModelNotFoundError, UnusableModelError) as exc:
-                raise type(exc)(f"the draft model cannot be used: {exc.message}", param="draft") from exc
-            entry = replace(entry, draft=draft)
+
+        async def find_draft(wanted: LoadSpec) -> ModelEntry:
+            draft, _ = await find(wanted)
+            choose_engine(draft, wanted)
+            return draft
+
+        entry = await with_draft(entry, spec, find_draft)
         chosen = await in_thread(lambda: engines.get(row.name))
         beside = _models_beside(entry, engines, now)
         limit_bytes = chosen.memory.limit

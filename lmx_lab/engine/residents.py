@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmx_lab.engine.engines import Engines, choose_engine, share_memory
-from lmx_lab.engine.find import ModelFinder
+from lmx_lab.engine.find import ModelFinder, with_draft
 from lmx_lab.engine.loads import Change, Drain, IfBusy, load_progress, load_report, same_options, within_limit
 from lmx_lab.engine.lookup import (
     NONE_LOADED,
@@ -351,7 +351,13 @@ class Residents:
                 f"{spec.model} is {KINDS_IN_WORDS[entry.kind]}; {KINDS_IN_WORDS[kind]} is needed here: load it as the "
                 "main model, or name another one"
             )
-        entry = await self._finder.with_draft(entry, spec, local=local)
+
+        async def find_draft(wanted: LoadSpec) -> ModelEntry:
+            draft = await self._finder.find(wanted, local=local)
+            await self._finder.check(draft)
+            return draft
+
+        entry = await with_draft(entry, spec, find_draft)
         await in_thread(functools.partial(self._engines.get, choose_engine(entry, spec).name))
         return entry
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lmx_lab.backend import Backend
 from lmx_lab.blocking import on_loop
-from lmx_lab.errors import InvalidRequestError, counted
+from lmx_lab.errors import InvalidRequestError, counted, format_bytes
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, Formats
 from lmx_lab.values.recording import Record
@@ -133,7 +133,7 @@ class Timeline(Displayed, Sequence[RequestTimeline]):
                 f"{median(usual):.3f} s."
             )
         if one.kv_bytes:
-            lines.append(f"The KV caches of all running requests took up to {one.kv_bytes / 1e6:.1f} MB.")
+            lines.append(f"The KV caches of all running requests took up to {format_bytes(one.kv_bytes)}.")
         marked = sorted(
             (segment for segment in one.segments() if segment.kind in ("slow", "paused")),
             key=lambda segment: -segment.duration_s,

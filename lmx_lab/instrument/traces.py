@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lmx_lab.backend import Backend, TokenAnswer
 from lmx_lab.blocking import in_thread, on_loop
-from lmx_lab.errors import InvalidRequestError, counted
+from lmx_lab.errors import InvalidRequestError, counted, format_bytes
 from lmx_lab.results.figures import HeatMap, Picture
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, write_file
@@ -259,7 +259,7 @@ class ActivationCache(Displayed, dict[str, NDArray[Any]]):
         text = "".join(self.texts)
         head = (
             f"<ActivationCache of {self.model}: {counted(len(self), 'hook')} at {len(self.positions)} of "
-            f"{counted(len(self.tokens), 'position')}, {self.nbytes / 1e6:.1f} MB, text {text[:60]!r}>"
+            f"{counted(len(self.tokens), 'position')}, {format_bytes(self.nbytes)}, text {text[:60]!r}>"
         )
         return "\n".join([head, *rows])
 

@@ -14,9 +14,17 @@ from typing import Any, cast, get_args
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, ModelBusyError, counted, first_names
+from lmx_lab.errors import (
+    HostingError,
+    InvalidRequestError,
+    LabError,
+    ModelBusyError,
+    counted,
+    first_names,
+    format_bytes,
+)
 from lmx_lab.panels.panel import Panel, bool_field, text_field
-from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_bytes, format_context, model_row
+from lmx_lab.panels.summary import MODEL_COLUMNS, describe_server, format_context, model_row
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.results.tables import UNBROKEN, html_table
 from lmx_lab.values.models import (

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from lmx_lab.backend import ServerState
-from lmx_lab.errors import counted
+from lmx_lab.errors import counted, format_bytes
 from lmx_lab.results.figures import LineChart, Series
 from lmx_lab.values.plan import Fit
 from lmx_lab.wire.admin import ModelRecord, Sample
@@ -59,13 +59,6 @@ def format_context(record: ModelRecord, *, serves: bool) -> str:
     if serves and (loaded := record.loaded_context_length) is not None and record.slots is not None:
         return f"{loaded:,} in {counted(record.slots, 'slot')}"
     return "" if record.context_length is None else f"{record.context_length:,}"
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes; 1 GB is 10^9 bytes."""
-    if count < 1e6:
-        return f"{count / 1e3:.0f} kB"
-    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
 # Measurements

@@ -9,7 +9,7 @@ from typing import Any
 import traitlets
 
 from lmx_lab.backend import Backend
-from lmx_lab.errors import LabError, counted
+from lmx_lab.errors import LabError, counted, format_bytes
 from lmx_lab.instrument.timeline import Timeline
 from lmx_lab.panels.panel import Panel, bool_field, text_field
 from lmx_lab.panels.workbench import Workbench
@@ -85,7 +85,7 @@ class TimelinePanel(Panel):
             if isinstance(each, ModelTimeline):
                 title, text = f"{each.kind} {clip(each.model, 40)}", str(each.outcome)
             else:
-                caches = f"{each.kv_bytes / 1e6:.1f} MB of KV caches, " if each.kv_bytes else ""
+                caches = f"{format_bytes(each.kv_bytes)} of KV caches, " if each.kv_bytes else ""
                 end = "running" if each.outcome == "running" else each.code or each.outcome
                 title = clip(each.request_id, 20) or "notebook"
                 text = f"{counted(each.output_tokens, 'token')}, {caches}{end}"

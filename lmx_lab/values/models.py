@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias, TypedDict, cast
 
-from lmx_lab.errors import counted
+from lmx_lab.errors import counted, format_bytes
 from lmx_lab.values.bodies import Body, Limits, whole
 
 Kind = Literal["chat", "embedding", "rerank"]
@@ -417,8 +417,8 @@ class ModelFiles:
         """Return the files, their sizes, and who else uses them, as lines of text."""
         lines = []
         for item in self.items:
-            lines.append(f"{item.name}: {item.what}, {item.size_bytes / 1e6:,.1f} MB at {item.path}")
-            lines += [f"  {size / 1e6:>10,.1f} MB  {name}" for name, size in item.files[:LISTED_FILES]]
+            lines.append(f"{item.name}: {item.what}, {format_bytes(item.size_bytes)} at {item.path}")
+            lines += [f"  {format_bytes(size):>9}  {name}" for name, size in item.files[:LISTED_FILES]]
             if (more := len(item.files) - LISTED_FILES) > 0:
                 lines.append(f"  and {counted(more, 'smaller file')}")
         if any(item.what == HUB_MODEL for item in self.items):
@@ -427,7 +427,7 @@ class ModelFiles:
         return [*lines, *(f"kept: {text}" for text in self.kept), *self.unknown]
 
     def __repr__(self) -> str:
-        size = f"{self.size_bytes / 1e6:,.1f} MB"
+        size = format_bytes(self.size_bytes)
         if self.deleted:
             return "\n".join([f"deleted {self.model}: {size}", *self.lines()])
         hint = f"nothing was deleted; lab.delete_model({self.model!r}, yes=True) deletes this: {size}"

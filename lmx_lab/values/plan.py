@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lmx_lab.errors import counted
+from lmx_lab.errors import counted, format_bytes
 from lmx_lab.results.pages import Displayed
 from lmx_lab.values.engine import ModelState
 from lmx_lab.values.models import EngineName, Kind
@@ -117,13 +117,13 @@ class LoadPlan(Displayed):
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the lines of the display: a name and a text each."""
-        caches = [f"{_size(self.kv_bytes_per_token)} for each token of a request"] if self.kv_bytes_per_token else []
-        caches += [f"{_size(self.kv_constant_bytes)} for each request"] if self.kv_constant_bytes else []
+        sizes = {"token of a request": self.kv_bytes_per_token, "request": self.kv_constant_bytes}
+        caches = [f"{format_bytes(size)} for each {what}" for what, size in sizes.items() if size]
         speed = self.tokens_per_second
         rows = [
             ("verdict", self.verdict),
-            ("memory", f"{_size(self.needed_bytes)} needed, {_size(self.limit_bytes)} allowed"),
-            ("weights", f"{_size(self.weights_bytes)} in memory, {_size(self.file_bytes)} of files"),
+            ("memory", f"{format_bytes(self.needed_bytes)} needed, {format_bytes(self.limit_bytes)} allowed"),
+            ("weights", f"{format_bytes(self.weights_bytes)} in memory, {format_bytes(self.file_bytes)} of files"),
             ("KV cache", ", ".join(caches)),
             ("largest context", ", ".join(map(str, self.contexts))),
             ("decoding", f"at most about {speed:.{0 if speed >= 10 else 1}f} tokens/s" if speed is not None else ""),
@@ -143,14 +143,6 @@ class LoadPlan(Displayed):
         from lmx_lab.results.tables import html_table
 
         return html_table((), self.rows(), caption=f"{self.model} on {self.engine}", row_names=True)
-
-
-def _size(count: int) -> str:
-    """Return a size in words; 1 GB is 10^9 bytes."""
-    for unit, size, digits in (("GB", 10**9, 2), ("MB", 10**6, 1), ("kB", 10**3, 1)):
-        if count >= size // 10:
-            return f"{count / size:.{digits}f} {unit}"
-    return f"{count} bytes"
 
 
 def find_room(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmx_lab.cli import USAGE
+from lmx_lab.errors import format_bytes
 from tests.support.commands import run_command
 from tests.support.gguf import EXACT, LOSSY, split_gguf, store_copy
 
@@ -106,14 +107,16 @@ def home(tmp_path, tiny_home, tiny_gguf):
 
 
 def stored(home, **environ):
-    """Return name → size in MB, as listed."""
+    """Return name → size, as listed."""
     result = run_command(home, "storage", environ=environ)
     assert result.status == 0
     rows = [re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines()]
     assert rows[0] == ["name", "what", "size", "path"]
-    sizes = {name: float(size.removesuffix(" MB").replace(",", "")) for name, _, size, _ in rows[1:]}
-    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
-    assert re.search(r"MB in all; \S+ MB are free at", result.stderr)
+    sizes = {name: size for name, _, size, _ in rows[1:]}
+    units = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+    in_bytes = [float(number) * units[unit] for number, unit in map(str.split, sizes.values())]
+    assert in_bytes == sorted(in_bytes, reverse=True)
+    assert re.search(r"in all; \S+ GB are free at", result.stderr)
     return sizes
 
 
@@ -122,13 +125,12 @@ def test_everything_that_takes_space_is_listed_and_deleted_by_its_name(home):
     (parts,) = [name for name in sizes if name.endswith("-00001-of-00002.gguf")]
     (copy,) = [name for name in sizes if name.startswith("tiny") and name not in ("tiny.gguf", parts)]
     assert set(sizes) == {"bench", copy, "tiny.gguf", parts, "org/tiny", "org/name"}
-    assert sizes["bench"] == 1.0
-    whole = Path(home / "models" / "tiny.gguf").stat().st_size / 1e6
-    assert sizes["tiny.gguf"] == pytest.approx(whole, abs=0.1)
-    assert sizes[parts] == pytest.approx(whole, rel=0.1)
+    assert sizes["bench"] == "1 MB"
+    whole = format_bytes((home / "models" / "tiny.gguf").stat().st_size)
+    assert sizes["tiny.gguf"] == sizes[parts] == whole
     for name in (parts, copy, "org/tiny", "org/name", "bench"):
         result = run_command(home, "storage", "--remove", name, "--yes")
-        assert (result.status, result.stdout) == (0, f"deleted {name}: {sizes.pop(name):,.1f} MB\n")
+        assert (result.status, result.stdout) == (0, f"deleted {name}: {sizes.pop(name)}\n")
         assert name in result.stderr
         assert set(stored(home)) == set(sizes)
     assert [path.name for path in (home / "models").iterdir() if not path.name.startswith(".")] == ["tiny.gguf"]
@@ -178,7 +180,7 @@ def test_files_of_other_programs_and_of_the_user_are_never_deleted(home, tmp_pat
     assert records.exists()
 
 
-REMOVED = r"deleted (\S+): [\d,.]+ MB\n"
+REMOVED = r"deleted (\S+): [\d.]+ \w+\n"
 
 
 def remove(home, *names, **environ):
@@ -252,7 +254,7 @@ def test_of_a_link_only_the_link_is_deleted(tiny_home, tmp_path):
     (tmp_path / "models" / "linked").symlink_to(tiny_home / "models" / "tiny")
     assert "link to a model" in run_command(tmp_path, "storage").stdout
     assert stored(tmp_path) == {"linked": 0.0}
-    assert run_command(tmp_path, "storage", "--remove", "linked", "--yes").stdout == "deleted linked: 0.0 MB\n"
+    assert run_command(tmp_path, "storage", "--remove", "linked", "--yes").stdout == "deleted linked: 0 bytes\n"
     assert (tiny_home / "models" / "tiny" / "config.json").exists()
 
 

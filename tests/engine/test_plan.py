@@ -545,7 +545,7 @@ def test_a_plan_is_displayed_as_a_table():
         "verdict          fits after unloading one, two",
         "memory           4.10 GB needed, 6.00 GB allowed",
         "weights          4.00 GB in memory, 2.00 GB of files",
-        "KV cache         1.0 kB for each token of a request, 0.5 MB for each request",
+        "KV cache         1 kB for each token of a request, 512 kB for each request",
         "largest context  8,192 tokens for 1 request, any number of tokens for 4 requests, too little memory for "
         "8 requests",
         "decoding         at most about 7.2 tokens/s",

@@ -175,7 +175,7 @@ def test_an_explanation_names_slow_steps_pauses_and_what_was_computed_meanwhile(
     assert "It was paused for 0.200 s, 1.700 s after its arrival" in text
     assert "A step took 1.000 s, 2.000 s after its arrival; meanwhile another request had a slot, and 300 of" in text
     assert "4 of its 4 prompt tokens were computed in 1 chunk, which took 0.500 s." in text
-    assert "The KV caches of all running requests took up to 0.0 MB." in text
+    assert "The KV caches of all running requests took up to 3 kB." in text
     assert [segment.kind for segment in QUIET.segments()] == [
         *("queued", "prefill", "decode", "paused", "prefill", "slow", "decode"),
     ]

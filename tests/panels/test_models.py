@@ -178,7 +178,7 @@ def test_a_row_says_whether_its_model_answers(reader, backend):
     backend.records = [record("tiny", loaded=True, idle_since=time.time() - 200.0)]
     reader.ask("refresh")
     reader.until(lambda panel: panel.resident and panel.resident[0]["idle"] == "idle for 3 min")
-    assert (reader.panel.resident[0]["memory"], reader.panel.resident[0]["fraction"]) == ("0 kB", None)
+    assert (reader.panel.resident[0]["memory"], reader.panel.resident[0]["fraction"]) == ("0 bytes", None)
     backend.measured = server_sample(1.0, active_requests=1)
     reader.until(lambda panel: panel.resident[0]["idle"] == "answering")
     event = RequestEvent(
@@ -577,7 +577,7 @@ def test_only_what_the_confirmed_question_names_is_deleted(reader, backend, work
     reader.ask("remove", question=question)
     backend.use = DiskUse(items=(), free_bytes=10**6)
     reader.give(backend.removals, None)
-    reader.until(lambda panel: panel.storage == {"rows": [], "note": "0 kB in all, 1 MB free"})
+    reader.until(lambda panel: panel.storage == {"rows": [], "note": "0 bytes in all, 1 MB free"})
     assert backend.requests == [("remove", tiny)] * 2
     assert not reader.panel.error
     workbench.follow(ScriptedBackend())

@@ -46,7 +46,7 @@ def test_a_lane_is_shown_for_each_request_and_explained(backend, workbench):
         ["prefill", 40.0, 10.0],
         ["decode", 50.0, 10.0],
     ]
-    assert "2.0 MB of KV caches" in oldest["text"]
+    assert "2 MB of KV caches" in oldest["text"]
     assert [part[:3] for part in load["parts"]] == [["load", 0.0, 10.0]]
     assert "The load of m ended with 'loaded' after 0.500 s." in reader.ask("explain", lane=load["id"])
     assert "It waited 1.000 s for a slot" in reader.ask("explain", lane=oldest["id"])

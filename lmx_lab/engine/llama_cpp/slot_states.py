@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from lmx_lab.engine.answers import shared_length
 from lmx_lab.engine.llama_cpp.completion import EXACT_PROMPT_TOKENS, EXACT_TOKENS, TRIAL_SLOT, LlamaGeneration, Slot
 from lmx_lab.engine.llama_cpp.connection import END_S, LlamaConnection, RefusedError
+from lmx_lab.engine.prefix_files import MIN_GAIN_TOKENS
 from lmx_lab.engine.requests import SHARED
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ MIN_SIMILARITY = 0.1
 """Share of the prompt that a slot must begin with to be used for it. Otherwise, the longest unused slot is taken."""
 MIN_KEPT = 0.5
 """Share of the tokens of a slot below which its state is saved before a request that continues the rest of it."""
-MIN_GAIN_TOKENS = 32
-"""Minimum number of tokens for which a state is saved or restored. Computing fewer takes about as long as a file."""
 COPIED_TOKENS = 20
 """Number of tokens whose state is copied in the time that computing one takes (measured: 40)."""
 PATIENCE = 0.25
