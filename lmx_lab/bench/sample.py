@@ -152,6 +152,30 @@ class Trace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Metric:
+    """How a measured value is shown and compared."""
+
+    label: str = ""
+    """Label of an axis."""
+    heading: str = ""
+    """Heading of a column in a terminal, in two lines."""
+    by_client: bool = True
+    """Whether it is compared by default, because this process measures it for all servers."""
+    of_tokens: bool = False
+    """Whether it counts pieces instead of tokens if the server does not report usage."""
+    of_length: bool = False
+    """Whether it depends on the length of the answers."""
+
+
+def _metric(label: str, **options: Any) -> Any:
+    """Return the field of a metric, which summaries, comparisons and plots show."""
+    return field(default=None, metadata={"metric": Metric(label=label, **options)})
+
+
+_PIECES = "time between pieces, ms"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestSample:
     """The measurement of one request. Values that are not known are ``None``.
 
@@ -162,16 +186,16 @@ class RequestSample:
 
     case: str
     """The case's name."""
-    decode_tok_s: float | None = None
+    decode_tok_s: float | None = _metric("decode per request, tok/s", heading="decode\ntok/s", of_tokens=True)
     """Number of tokens after the first one, divided by the time from the first to the last token."""
-    ttft_ms: float | None = None
+    ttft_ms: float | None = _metric("time to first token, ms", heading="first token\nms")
     """Time to the first token, from sending; with Poisson arrivals, from the time at which the request was due."""
-    itl_ms_p99: float | None = None
+    itl_ms_p99: float | None = _metric(f"{_PIECES} (99th percentile of each answer)", of_tokens=True)
     """99th percentile of the time between two tokens. Like ``decode_tok_s``, it is only known if pieces have at most 2
     tokens on average."""
-    prefill_tok_s: float | None = None
+    prefill_tok_s: float | None = _metric("prefill, tok/s")
     """Prompt tokens that were not cached, divided by the time from sending to the first token, queueing included."""
-    e2e_ms: float | None = None
+    e2e_ms: float | None = _metric("whole answer, ms", of_length=True)
     """Time to the end of the answer or to the failure, from the same moment as ``ttft_ms``."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -186,15 +210,15 @@ class RequestSample:
     request: int
     """Number of the request within the repeat, starting at 0. Warm-up requests have separate numbers."""
 
-    itl_ms_p50: float | None = None
-    itl_ms_p95: float | None = None
-    queue_ms: float | None = None
+    itl_ms_p50: float | None = _metric(f"{_PIECES} (median of each answer)", heading="next piece\nms", of_tokens=True)
+    itl_ms_p95: float | None = _metric(f"{_PIECES} (95th percentile of each answer)", of_tokens=True)
+    queue_ms: float | None = _metric("time in queue, ms", by_client=False)
     """Time in the server's queue, as reported by the server."""
-    late_ms: float | None = None
+    late_ms: float | None = _metric("delay of sending, ms", heading="late\nms", by_client=False)
     """Time from the due time to sending, because ``concurrency`` requests were running or the client was busy."""
-    server_ttft_ms: float | None = None
-    server_prefill_tok_s: float | None = None
-    server_decode_tok_s: float | None = None
+    server_ttft_ms: float | None = _metric("time to first token (server), ms", by_client=False)
+    server_prefill_tok_s: float | None = _metric("prefill (server), tok/s", by_client=False)
+    server_decode_tok_s: float | None = _metric("decode (server), tok/s", by_client=False)
     peak_memory_gb: float | None = None
     drafted_tokens: int | None = None
     """Tokens that the server drafted and verified, as reported by the server."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from lmx_lab.bench.sample import RequestSample, frame
+from lmx_lab.bench.sample import Metric, RequestSample, frame
 from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.extras import import_optional
 from lmx_lab.results.frames import make_table, utc_time
@@ -40,36 +40,8 @@ CASE = ("prompt_tokens_wanted", "output_tokens_wanted", "concurrency", "arrival"
 TOTAL = "total_tok_s"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """How a measured value is shown and compared."""
-
-    label: str = ""
-    """Label of an axis."""
-    heading: str = ""
-    """Heading of a column in a terminal, in two lines."""
-    by_client: bool = True
-    """Whether it is compared by default, because this process measures it for all servers."""
-    of_tokens: bool = False
-    """Whether it counts pieces instead of tokens if the server does not report usage."""
-    of_length: bool = False
-    """Whether it depends on the length of the answers."""
-
-
-_PIECES = "time between pieces, ms"
 METRICS: Mapping[str, Metric] = {
-    "ttft_ms": Metric(label="time to first token, ms", heading="first token\nms"),
-    "itl_ms_p50": Metric(label=f"{_PIECES} (median of each answer)", heading="next piece\nms", of_tokens=True),
-    "itl_ms_p95": Metric(label=f"{_PIECES} (95th percentile of each answer)", of_tokens=True),
-    "itl_ms_p99": Metric(label=f"{_PIECES} (99th percentile of each answer)", of_tokens=True),
-    "prefill_tok_s": Metric(label="prefill, tok/s"),
-    "decode_tok_s": Metric(label="decode per request, tok/s", heading="decode\ntok/s", of_tokens=True),
-    "e2e_ms": Metric(label="whole answer, ms", of_length=True),
-    "queue_ms": Metric(label="time in queue, ms", by_client=False),
-    "server_ttft_ms": Metric(label="time to first token (server), ms", by_client=False),
-    "server_prefill_tok_s": Metric(label="prefill (server), tok/s", by_client=False),
-    "server_decode_tok_s": Metric(label="decode (server), tok/s", by_client=False),
-    "late_ms": Metric(label="delay of sending, ms", heading="late\nms", by_client=False),
+    **{each.name: each.metadata["metric"] for each in fields(RequestSample) if "metric" in each.metadata},
     TOTAL: Metric(label="all requests together, tok/s", heading="total\ntok/s", of_tokens=True, of_length=True),
 }
 COMPARED = tuple(name for name, metric in METRICS.items() if metric.by_client)

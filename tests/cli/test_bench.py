@@ -163,7 +163,7 @@ def test_failed_requests_are_counted_and_listed_and_the_exit_status_is_one(home,
         assert bench("--url", server.url, *SMALL, "--no-record") == 1
     captured = capsys.readouterr()
     assert [row[:5] for row in figures(captured.out)] == [["1", "48", "8", "3", failures]]
-    assert f"1 times queue-full: no \\x1b[31mplace{where}" in captured.err
+    assert f"1 time queue-full: no \\x1b[31mplace{where}" in captured.err
     assert "\x1b[31m" not in captured.err
 
 
@@ -329,8 +329,8 @@ def test_the_delay_of_requests_is_shown_with_arrivals(printed):
 def test_the_most_frequent_errors_are_shown_and_the_others_counted(printed):
     failures = ["z: most", "z: most", *(f"e{at}: once" for at in range(6))]
     _, error = printed(*(sample(request=at, error=failure) for at, failure in enumerate(failures)))
-    assert error.index("lab: 2 times z: most") < error.index("1 times e0")
-    assert error.count("1 times e") == 4
+    assert error.index("lab: 2 times z: most") < error.index("1 time e0")
+    assert error.count("1 time e") == 4
     assert "and 2 other errors, 2 requests in total" in error
 
 
