@@ -149,12 +149,6 @@ class Generation(Generic[Row]):
             tool_calls=piece.calls,
         )
 
-    def count_tokens(self, tokens: int, now: float) -> None:
-        """Count generated tokens, which ``add`` does as well."""
-        if tokens and not self.first_token_at:
-            self.first_token_at = now
-        self.output_tokens += tokens
-
     def complete(self, reason: Literal["stop", "length"], entry: TokenLogprob | None = None) -> Delta:
         """Set ``finish``, and return the text that was held back. A stop string may be completed by it.
 
@@ -205,8 +199,9 @@ class Generation(Generic[Row]):
 class Computation(Protocol[Row]):
     """Computes the generations that have a slot. Called by ``Answers`` only."""
 
-    def judge(self, generation: Generation[Row], /) -> Verdict:
-        """Decide whether a generation may have a slot now. It may free memory for it."""
+    @property
+    def judge(self) -> Callable[[Generation[Row]], Verdict] | None:
+        """Decides whether a generation may have a slot now. It may free memory for it. None always allows it."""
 
     def begin(self, generation: Generation[Row], /) -> None:
         """Start to compute a generation, which has a slot."""

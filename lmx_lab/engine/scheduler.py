@@ -126,20 +126,20 @@ class Scheduler(Generic[Key]):
             self._queued[key] = _Entry(number=self._added, client=client, short=short, queued_at=now)
         self._update_lists()
 
-    def admit(self, judge: Callable[[Key], Verdict], now: float) -> Key | None:
+    def admit(self, judge: Callable[[Key], Verdict] | None, now: float) -> Key | None:
         """Give a slot to the next request, whose prefill starts, and return its key; None if no request can start.
 
         The caller repeats the call until it returns None. A request that was paused is returned again, and continues.
 
         Args:
-            judge: Decides whether a request may start.
+            judge: Decides whether a request may start; None allows it.
         """
         if len(self._running) >= self.slots:
             return None
         for key, entry in self._queued.items():
             if not self._has_lane(entry):
                 continue
-            verdict = judge(key)
+            verdict = Verdict.TAKE if judge is None else judge(key)
             if verdict is Verdict.TAKE:
                 self._running[key] = self._queued.pop(key)
                 self._prefilling.add(key)
@@ -205,8 +205,9 @@ class Scheduler(Generic[Key]):
         return self._queued[key].queued_at + self._turns.wait_s
 
     def _has_lane(self, entry: _Entry) -> bool:
-        long = sum(not self._running[key].short for key in self._prefilling)
-        return len(self._prefilling) < self.lanes and (entry.short or long < self.prefills)
+        if len(self._prefilling) >= self.lanes:
+            return False
+        return entry.short or sum(not self._running[key].short for key in self._prefilling) < self.prefills
 
     def prefilled(self, key: Key) -> None:
         """Record that the prompt of this request has been computed, so that the next prefill may start."""

@@ -248,7 +248,7 @@ class Choices:
         """
         reports: dict[int, GenerationReport] = {}
         try:
-            async with aclosing(self._parts()) as parts:
+            async with aclosing(merge(map(self._prompt_parts, range(len(self._prompts))))) as parts:
                 async for answer, part in parts:
                     index = answer.index
                     if isinstance(part, Delta):
@@ -289,7 +289,7 @@ class Choices:
 
         self.pass_on = pass_on
         try:
-            async with aclosing(self._parts()) as parts:
+            async with aclosing(merge(map(self._prompt_parts, range(len(self._prompts))))) as parts:
                 async for answer, part in parts:
                     if isinstance(part, Delta):
                         deltas[answer.index].append(part)
@@ -315,16 +315,12 @@ class Choices:
         self._latest = answers[0]
         return answers
 
-    def _parts(self) -> AsyncGenerator[Part, None]:
-        """Yield the parts of all answers."""
-        return merge(list(map(self._prompt_parts, range(len(self._prompts)))))
-
     async def _prompt_parts(self, number: int) -> AsyncGenerator[Part, None]:
         """Yield the parts of the answers to a prompt once it may run, and close the answers at the end."""
         async with self._free:
             answers = self._answers.get(number) or await self._submit(number, patient=True)
             try:
-                async with aclosing(merge(list(map(self._answer_parts, answers)))) as parts:
+                async with aclosing(merge(map(self._answer_parts, answers))) as parts:
                     async for part in parts:
                         yield part
             finally:
@@ -354,13 +350,14 @@ End = tuple[BaseException | None]
 """The end of a source in the queue: its error, or None."""
 
 
-def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+def merge(sources: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Yield the items of all sources as they arrive. The items of each source stay in order.
 
     If the reader is slow, the sources wait: at most one item of each is buffered. The first error is raised and closes
     the other sources. Closing this generator closes all of them.
     """
-    return sources[0] if len(sources) == 1 else _merge(sources)
+    first, *others = sources
+    return _merge([first, *others]) if others else first
 
 
 async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

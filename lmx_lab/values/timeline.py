@@ -62,7 +62,7 @@ class StepLog:
     def add(
         self,
         kind: StepKind,
-        start: float,
+        start: float | None,
         end: float,
         *,
         tokens: int,
@@ -70,12 +70,18 @@ class StepLog:
         requests: int = 0,
         kv_bytes: int = 0,
     ) -> None:
-        """Record a step. Several tokens of one step of the engine are one step here."""
+        """Record a step. Several tokens of one step of the engine are one step here.
+
+        Args:
+            start: None stands for the end of the last step, or for the arrival of the request.
+        """
         values, code = self._values, KINDS.index(kind)
         if step and values and values[-3] == step and values[-FIELDS] == code:
             values[-4] += tokens
             values[-5] = end
             return
+        if start is None:
+            start = values[-5] if values else self.arrived_at
         values.extend((code, start, end, tokens, step, requests, kv_bytes))
         if len(values) >= MAX_STEPS * FIELDS:
             self._values = _merge_pairs(values)
@@ -83,12 +89,7 @@ class StepLog:
     def start(self, now: float) -> None:
         """Record that the request has a slot: for the first time, or again after a pause."""
         kind: StepKind = "paused" if self._values else "queued"
-        self.add(kind, self.last_end, now, tokens=0)
-
-    @property
-    def last_end(self) -> float:
-        """The end of the last step, or the arrival of the request."""
-        return self._values[-5] if self._values else self.arrived_at
+        self.add(kind, None, now, tokens=0)
 
     def steps(self) -> tuple[EngineStep, ...]:
         """Return the steps so far."""

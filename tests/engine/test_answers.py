@@ -6,7 +6,7 @@ import pytest
 
 from lmx_lab.engine import Caller, GenerationRequest, TokenPrompt
 from lmx_lab.engine.answers import Answers, Generation
-from lmx_lab.engine.scheduler import AdmissionControl, Turns, Verdict
+from lmx_lab.engine.scheduler import AdmissionControl, Turns
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.engine.text.splitter import TextSplitter
 from lmx_lab.errors import EngineError, GenerationTimeoutError, NotLoadedError
@@ -48,8 +48,7 @@ class Computed:
         await asyncio.sleep(0)
         return generation.mailbox.end
 
-    def judge(self, generation):
-        return Verdict.TAKE
+    judge = None
 
     def begin(self, generation):
         generation.computed_tokens = len(PROMPT)

@@ -40,7 +40,7 @@ from lmx_lab.engine.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from lmx_lab.engine.scheduler import Permit, Turns, Verdict
+from lmx_lab.engine.scheduler import Permit, Turns
 from lmx_lab.engine.text.chat_format_detection import ChatFormat, ReasoningState
 from lmx_lab.engine.text.splitter import Decode
 from lmx_lab.engine.text.tool_prompt import START, write_tools_as_text
@@ -280,8 +280,7 @@ class EchoRounds:
 
     # Computation
 
-    def judge(self, generation: Generation[EchoRow]) -> Verdict:
-        return Verdict.TAKE
+    judge = None
 
     def begin(self, generation: Generation[EchoRow]) -> None:
         """See ``Computation``. The prompt is computed immediately."""

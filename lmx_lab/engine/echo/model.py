@@ -204,9 +204,9 @@ class AnswerSampler:
         # Any integer is a valid seed; None always gives the same one, so answers are reproducible.
         digest = hashlib.blake2b(f"{sampling.seed}:{choice}".encode(), digest_size=16).digest()
         self._random = np.random.default_rng(int.from_bytes(digest, "little"))
-        self._changed = bool(sampling.logit_bias) or sampling.has_penalties
+        self._has_penalties = sampling.has_penalties
         # Up to this temperature, the next token of the text is chosen without sampling.
-        self._certain = not self._changed and sampling.temperature <= 2.0
+        self._certain = not sampling.logit_bias and not self._has_penalties and sampling.temperature <= 2.0
         self._greedy = sampling.temperature < GREEDY_BELOW
 
     def next(self, mask: NDArray[np.bool_] | None = None, *, forced: int | None = None) -> int:
@@ -223,7 +223,7 @@ class AnswerSampler:
         """Record the next token of the answer."""
         self._on_text = self._on_text and token == (self._text[self._at] if self._at < len(self._text) else END)
         self._at += 1
-        if not self._sampling.has_penalties:
+        if not self._has_penalties:
             return
         self._counts[token] += 1
         self._counted.append(token)

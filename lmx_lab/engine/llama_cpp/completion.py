@@ -352,7 +352,8 @@ class AnswerReader:
         if generation.splitter.is_plain and not generation.start and top is None:
             # It needs no processing, and is passed on unchanged.
             if text or tokens:
-                generation.count_tokens(tokens, now)
+                generation.first_token_at = generation.first_token_at or (now if tokens else 0.0)
+                generation.output_tokens += tokens
                 yield Delta(text=text, tokens=tokens, ids=sent)
         elif text or tokens:
             probabilities = chunk.get("completion_probabilities", ()) if top is not None else ()

@@ -30,7 +30,7 @@ from lmx_lab.engine.llama_cpp.scoring import LlamaScorer
 from lmx_lab.engine.llama_cpp.slot_states import SlotStates
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
 from lmx_lab.engine.prefix_files import MIN_GAIN_TOKENS
-from lmx_lab.engine.scheduler import Turns, Verdict
+from lmx_lab.engine.scheduler import Turns
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
 from lmx_lab.values.outputs import GenerationReport, PromptProgress
 from lmx_lab.values.timeline import StepKind
@@ -111,9 +111,8 @@ class LlamaSlots:
 
     # Computation
 
-    def judge(self, generation: LlamaGeneration) -> Verdict:
-        """See ``Computation``. A free slot has room in the KV cache for the longest request."""
-        return Verdict.TAKE
+    judge = None
+    """See ``Computation``. A free slot has room in the KV cache for the longest request."""
 
     def begin(self, generation: LlamaGeneration) -> None:
         """See ``Computation``. All prompts may be computed at the same time."""
@@ -338,8 +337,10 @@ class LlamaSlots:
         is_awaited = bool(awaited := slot.awaited) and reader.can_lend(generation, min(awaited))
         is_paused = generation in self._paused and reader.can_continue(generation)
         # Below the minimum length, a request ignores end tokens, so another request has to continue the answer.
+        min_tokens = generation.request.min_tokens
         is_long_enough = (
-            reader.reaches(generation, generation.request.min_tokens - len(generation.start))
+            min_tokens > 0
+            and reader.reaches(generation, min_tokens - len(generation.start))
             and generation.output_tokens < generation.max_tokens
         )
         return generation.finish is not None or is_paused or is_awaited or is_long_enough
@@ -347,10 +348,10 @@ class LlamaSlots:
     def _log_step(self, generation: LlamaGeneration, kind: StepKind, now: float, tokens: int) -> None:
         """Record what llama.cpp has computed for a request since the last step; it does not number its steps."""
         steps, running = generation.mailbox.steps, self.answers.scheduler.running
-        cached_tokens = sum(other.cached_tokens + other.computed_tokens + other.output_tokens for other in running)
+        cached_tokens = sum([other.cached_tokens + other.computed_tokens + other.output_tokens for other in running])
         steps.add(
             kind,
-            steps.last_end,
+            None,
             now,
             tokens=tokens,
             requests=len(running),
