@@ -304,8 +304,8 @@ class AnswerReader:
         return generation.finish is None and self._tokens_before < tokens <= generation.output_tokens
 
     def ends_step(self, generation: LlamaGeneration, chunk: Mapping[str, Any]) -> bool:
-        """Return whether an event ends a request of an answer that ``needs_steps``, but not the answer."""
-        if not chunk.get("stop") or not needs_steps(generation.request, generation.grammar):
+        """Return whether the last event of a request ends only this request of an answer that ``needs_steps``."""
+        if not needs_steps(generation.request, generation.grammar):
             return False
         if chunk["stop_type"] != "limit" or self._tokens_before + self.step_tokens >= generation.max_tokens:
             return False

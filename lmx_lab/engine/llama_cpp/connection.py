@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 from lmx_lab.errors import EngineError
 
 LIMIT_BYTES = 2**24
@@ -202,7 +204,7 @@ class _Events(asyncio.Protocol):
             for event in events:
                 if not event.startswith(DATA + b"{"):
                     continue
-                value = json.loads(event[len(DATA) :].decode())
+                value = from_json(event[len(DATA) :])
                 if (error := value.get("error")) is not None:
                     raise _refused_error(int(error.get("code") or 500), error)
                 if self._on_event(value):

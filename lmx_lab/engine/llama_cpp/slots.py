@@ -318,12 +318,12 @@ class LlamaSlots:
         if generation not in self.answers.scheduler:
             # It has ended, and ``answers`` delivers the end to its reader.
             return True
-        if generation.row.ends_step(generation, event):
+        reader = generation.row
+        if event.get("stop") and reader.ends_step(generation, event):
             return True
         now = time.perf_counter()
         # It is passed to the reader directly, and not by ``answers``.
         self.answers.progress_at = now
-        reader = generation.row
         prompt_tokens, output_tokens = generation.computed_tokens, generation.output_tokens
         for item in reader.read(generation, event, now):
             generation.mailbox.deliver(item)
