@@ -251,7 +251,8 @@ class ModelManager:
     @property
     def main_id(self) -> str:
         """Id of the main model; empty without one. ``snapshot`` computes much more."""
-        return self.main.entry.id if self.main is not None else ""
+        main = self._residents.now.present_main
+        return main.entry.id if main is not None else ""
 
     @property
     def snapshot(self) -> EngineSnapshot:
