@@ -82,20 +82,21 @@ class EventStream(StreamingResponse):
         self._watch = SendWatch(self._blocked_limit_s, on_silence=self._write_keep_alive, silence_s=silence_s)
         await super().__call__(scope, receive, send)
 
-    @property
-    def can_write(self) -> bool:
-        """Whether ``write`` can send texts now. The iterator must be waiting."""
-        return self._connection is not None and self._connection.accepts_parts
+    def write(self, texts: Iterable[str]) -> bool:
+        """Send texts that the iterator does not yield, in a callback of the event loop. The iterator must be waiting.
 
-    def write(self, texts: Iterable[str]) -> None:
-        """Send texts that the iterator does not yield, in a callback of the event loop."""
-        assert self._connection is not None
+        Returns whether they can be sent now. If not, none of them was read.
+        """
+        connection = self._connection
+        if connection is None or not connection.accepts_parts:
+            return False
         if text := "".join(texts):
-            self._connection.write_part(escape_line_ends(text).encode())
+            connection.write_part(escape_line_ends(text).encode())
             self._watch.silent_s = 0.0
+        return True
 
     def _write_keep_alive(self) -> None:
-        if self._keep_alive is not None and self.can_write:
+        if self._keep_alive is not None:
             self.write([self._keep_alive()])
 
     async def stream_response(self, send: Send) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,8 +52,8 @@ class StreamWriter(Protocol):
         """Return what comes before the first delta of a choice; by default nothing."""
         return ()
 
-    def delta(self, index: int, delta: Delta) -> Iterable[str]:
-        """Return a part of a choice."""
+    def delta(self, index: int, delta: Delta) -> Iterator[str]:
+        """Yield a part of a choice. The writer changes only when the first text is read."""
 
     def end(self, index: int, report: GenerationReport) -> Iterable[str]:
         """Return what comes after the last delta of a choice."""
@@ -147,14 +147,7 @@ async def respond(service: InferenceService, request: Request, wanted: AnswerReq
             keep_alive=lambda: writer.keep_alive(choices.status),
             blocked_limit_s=lambda: service.blocked_limit_s(choices.running),
         )
-
-        def pass_on(answer: Answer, delta: Delta) -> bool:
-            if not stream.can_write:
-                return False
-            stream.write(writer.delta(answer.index, delta))
-            return True
-
-        choices.pass_on = pass_on
+        choices.pass_on = lambda answer, delta: stream.write(writer.delta(answer.index, delta))
         return stream
     text = await while_connected(request, choices.whole(writer))
     return Response(text, media_type="application/json", headers=headers)
@@ -252,7 +245,7 @@ class Choices:
                 async for answer, part in parts:
                     index = answer.index
                     if isinstance(part, Delta):
-                        texts = writer.delta(index, part)
+                        texts: Iterable[str] = writer.delta(index, part)
                     elif part is None:
                         texts = writer.begin(index, len(answer.prompt))
                     else:
