@@ -31,15 +31,11 @@ class LayerCache:
     """Number of tokens that are stored in addition to the window while a prompt is computed."""
     fixed_bytes: int = 0
 
-    def bytes(self, tokens: int, *, chunk: bool = True) -> float:
-        """Return the size after this number of tokens.
-
-        Args:
-            chunk: Whether a chunk of the prompt is being computed.
-        """
+    def bytes(self, tokens: int) -> float:
+        """Return the size after this number of tokens, while a chunk of the prompt is computed."""
         allocated = -(-tokens // STEP_TOKENS) * STEP_TOKENS
         if self.window_tokens is not None:
-            allocated = min(allocated, self.window_tokens + (self.chunk_tokens if chunk else 0))
+            allocated = min(allocated, self.window_tokens + self.chunk_tokens)
         return self.fixed_bytes + self.bytes_per_token * allocated
 
 

@@ -31,14 +31,13 @@ DOCUMENTATION = ("LICENSE*", "README.md")
 """Files that no model needs."""
 
 
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+def cache_folder() -> Path:
     """Return the folder in which hub models are cached, according to the hub's environment variables."""
-    environ = os.environ if environ is None else environ
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if folder := environ.get(name):
+        if folder := os.environ.get(name):
             return Path(os.path.expandvars(folder)).expanduser()
-    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     return Path(os.path.expandvars(home)).expanduser() / "hub"
 
 

@@ -8,8 +8,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-import httpx2
-
 from lmx_lab.client.chat_format import ChatFormatClient, Piece
 from lmx_lab.errors import (
     ConnectionLostError,
@@ -46,9 +44,8 @@ class ModelClient:
         *,
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
-        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        self._client = ChatFormatClient(url, api_key=api_key, headers=headers, transport=transport)
+        self._client = ChatFormatClient(url, api_key=api_key, headers=headers)
         self.url = self._client.url
         self._state = Upstream(url=self.url, reachable=None, model=None, error=None)
         self._reported: Upstream = self._state

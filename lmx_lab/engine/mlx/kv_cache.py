@@ -45,16 +45,15 @@ class Footprint:
     """Temporary memory for the attention score of each pair of a computed and a cached token; 0 if a GPU computes
     attention in one kernel, which does not store them."""
 
-    def kv_bytes(self, lengths: Sequence[int], *, chunk: bool = True) -> int:
+    def kv_bytes(self, lengths: Sequence[int]) -> int:
         """Return the size of the key-value caches of requests in one batch, which pads all of them to the longest.
 
         Args:
             lengths: Number of tokens of each request.
-            chunk: Whether a chunk of a prompt is being computed.
         """
         if not lengths:
             return 0
-        return len(lengths) * round(sum(layer.bytes(max(lengths), chunk=chunk) for layer in self.layers))
+        return len(lengths) * round(sum(layer.bytes(max(lengths)) for layer in self.layers))
 
     def running_bytes(self, lengths: Sequence[int], *, chunk: int) -> int:
         """Return the memory of the weights and of requests that have grown to these lengths, while ``chunk`` prompt
