@@ -10,7 +10,7 @@ from benchmarks.paths import BUILD
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
 from lmx_lab.engine import EmbeddingRequest, ModelManager
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.engines import load_entry
 
 

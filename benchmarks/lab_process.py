@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.paths import BUILD
 from benchmarks.processes import Reply, child_settings, serve_lines, take_channel
-from lmx_lab.notebook import Lab
+from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
 
 

@@ -19,7 +19,7 @@ from benchmarks.paths import MODELS, ROOT
 from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import Format, ModelEntry
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.gguf import Tensor, read_gguf, renamed, write_tiny_gguf
 from tests.support.models import write_tiny_llama
 

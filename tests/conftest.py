@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 
 # Before their import, so that failed assertions in these modules show their values, as those in tests do.
 pytest.register_assert_rewrite("tests.support", "tests.browser", "tests.docs", "tests.engine", "tests.http")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lmx_lab.progress import bar, counter
 from lmx_lab.values.models import ModelEvent
-from lmx_lab.weights import Progress
+from lmx_lab.weights.store import Progress
 
 
 def steps():

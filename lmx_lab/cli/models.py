@@ -60,7 +60,7 @@ def pull(
         return
     from lmx_lab.engine.speeds import preferred_engine, read_speeds
     from lmx_lab.progress import bar
-    from lmx_lab.weights import Catalog
+    from lmx_lab.weights.catalog import Catalog
     from lmx_lab.weights.locations import remove_stale_copies
 
     settings = settings_with_folders()
@@ -134,7 +134,7 @@ def models(
     """
     from lmx_lab.engine.engines import ENGINES, engine_for
     from lmx_lab.engine.speeds import by_preference, preferred_engine, read_speeds
-    from lmx_lab.weights import Catalog
+    from lmx_lab.weights.catalog import Catalog
     from lmx_lab.weights.starters import STARTERS
 
     settings = settings_with_folders(model_folders=folders or None)

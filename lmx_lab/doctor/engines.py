@@ -19,7 +19,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.extras import installed_version
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.facts import read_gguf
 
 IMPORT_TIMEOUT_S = 60.0

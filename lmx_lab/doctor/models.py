@@ -12,7 +12,7 @@ from http.client import HTTPException
 from lmx_lab.doctor import Finding
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import by_model
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.files import start_in_thread
 from lmx_lab.weights.hub_download import endpoint
 

@@ -17,8 +17,9 @@ from lmx_lab.engine.speeds import PreferredEngine, by_preference, llama_cpp_opti
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import EngineChoice, Format, LoadSpec, ModelEntry, ModelEvent
-from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.store import Progress
 
 T = TypeVar("T")
 TITLES: Mapping[Format, str] = {"mlx": "MLX", "gguf": "GGUF", "echo": "echo"}

@@ -63,7 +63,7 @@ from lmx_lab.values.engine import EngineSnapshot
 from lmx_lab.values.models import EngineName, LoadSpec, ModelEntry, ModelEvent
 from lmx_lab.values.plan import LoadPlan
 from lmx_lab.values.tracing import Trace
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 
 T = TypeVar("T")
 Request = GenerationRequest | EmbeddingRequest | RerankRequest | TraceRequest

@@ -4,22 +4,3 @@
 the one in ``remote`` uses HTTP. The two modules also start and stop the server or the connection. ``launcher`` decides
 which lab ``launch()`` starts, returns or replaces.
 """
-
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lmx_lab.notebook.lab import Lab, attach
-    from lmx_lab.notebook.launcher import current, launch
-
-__all__ = ["Lab", "attach", "current", "launch"]
-_MODULES = {"Lab": "lab", "attach": "lab", "current": "launcher", "launch": "launcher"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Lazily: launching imports the engine and the server, which attaching does not need.
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

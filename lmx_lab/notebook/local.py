@@ -61,7 +61,7 @@ from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.timeline import ServerTimeline
 from lmx_lab.values.tracing import Trace
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.files import in_thread as in_disk_thread
 from lmx_lab.weights.fingerprint import known_content_digest
 from lmx_lab.weights.usage import disk_use, find_model, find_stored, remove_stored

@@ -40,8 +40,8 @@ from lmx_lab.values.models import (
     by_model,
 )
 from lmx_lab.values.plan import LoadPlan
-from lmx_lab.weights import Listing
 from lmx_lab.weights.files import in_thread
+from lmx_lab.weights.scanner import Listing
 from lmx_lab.weights.starters import loadable_formats
 from lmx_lab.wire.admin import (
     CancelLoadAnswer,

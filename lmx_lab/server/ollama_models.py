@@ -30,9 +30,10 @@ from lmx_lab.server.ollama import known_model, listed_name, ollama_error
 from lmx_lab.server.openapi import OLLAMA_COMMON_ERRORS, OLLAMA_ERRORS, OLLAMA_LISTING_ERRORS
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry
-from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.facts import read_gguf
 from lmx_lab.weights.files import in_thread, read_json
+from lmx_lab.weights.store import Progress
 from lmx_lab.weights.tokenizer_files import can_infill, main_template
 from lmx_lab.wire.ollama import (
     OllamaError,

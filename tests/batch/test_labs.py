@@ -14,7 +14,7 @@ import pytest
 import lmx_lab
 from lmx_lab.batch.search import PROBE, TEXTS_AT_ONCE
 from lmx_lab.errors import BatchStoppedError, InvalidRequestError, NotLoadedError, UnreachableError
-from lmx_lab.notebook import attach
+from lmx_lab.notebook.lab import attach
 from lmx_lab.notebook.local import LocalBackend
 from lmx_lab.notebook.remote import RemoteBackend
 from lmx_lab.settings import Settings

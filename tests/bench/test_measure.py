@@ -13,7 +13,7 @@ import lmx_lab
 from lmx_lab.bench import EngineTarget, load, summary
 from lmx_lab.bench.sample import COLUMNS
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
-from lmx_lab.notebook import attach
+from lmx_lab.notebook.lab import attach
 from lmx_lab.settings import Settings
 from tests.support.kernels import Notebook
 from tests.support.labs import manager_of, serving

@@ -14,7 +14,7 @@ from playwright.sync_api import Locator, expect
 
 from lmx_lab.panels.layout import PANELS
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.browser.jupyterlab import Tab, serving_jupyterlab
 from tests.support.browser import chromium, machine_only
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from playwright.sync_api import expect
 
-from lmx_lab.notebook import Lab
+from lmx_lab.notebook.lab import Lab
 from lmx_lab.panels.chat import from_json
 from lmx_lab.settings import Settings
 from tests.browser.jupyterlab import tab_through

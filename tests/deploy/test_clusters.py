@@ -17,7 +17,7 @@ import lmx_lab
 from lmx_lab.arguments import chat_request
 from lmx_lab.client import LabClient
 from lmx_lab.errors import AdminForbiddenError, LabError
-from lmx_lab.notebook import attach
+from lmx_lab.notebook.lab import attach
 from lmx_lab.settings import Settings
 from tests.support.docs import DOCS, code_blocks
 from tests.support.sockets import free_port

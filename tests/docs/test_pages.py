@@ -13,7 +13,7 @@ import lmx_lab
 from lmx_lab.cli.app import app
 from lmx_lab.engine import ModelManager
 from lmx_lab.http.guard import GuardPolicy
-from lmx_lab.notebook import Lab
+from lmx_lab.notebook.lab import Lab
 from lmx_lab.server import create_server
 from lmx_lab.settings import Settings
 from tests.support.docs import (

@@ -21,7 +21,7 @@ from lmx_lab.doctor.jupyter import check_kernel, check_proxy
 from lmx_lab.doctor.machine import check_disk, check_python
 from lmx_lab.doctor.models import check_hub, check_models, find_connection_problem
 from lmx_lab.doctor.ports import check_labs, check_port
-from lmx_lab.notebook import Lab
+from lmx_lab.notebook.lab import Lab
 from lmx_lab.running import running_labs
 from lmx_lab.settings import Settings
 from tests.support.commands import WAIT_S, run_command, serving

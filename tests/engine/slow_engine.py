@@ -9,7 +9,8 @@ from lmx_lab.engine.echo.engine import EchoEngine
 from lmx_lab.errors import EngineDeadError, ModelNotFoundError, OutOfMemoryError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
-from lmx_lab.weights import Catalog, Listing
+from lmx_lab.weights.catalog import Catalog
+from lmx_lab.weights.scanner import Listing
 from tests.support.engines import echo_entry
 from tests.support.waiting import auntil
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lmx_lab.engine import Sampling
 from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.engines import fail_next_step, finish, load_entry, manager_with, numbers, request, run, until_idle
 
 pytestmark = pytest.mark.long

@@ -16,8 +16,9 @@ from lmx_lab.engine.speeds import PreferredEngine, gpu_of_mlx, preferred_engine,
 from lmx_lab.errors import DownloadError, ModelNotFoundError, NotLoadedError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, LoadSpec, ModelEvent
-from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.starters import STARTERS
+from lmx_lab.weights.store import Progress
 from tests.support.engines import SPEEDS
 from tests.support.gguf import EXACT, LOSSY
 from tests.support.models import TINY_ENTRY

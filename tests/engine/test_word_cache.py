@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.engine.mlx.load import load_chat
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.engines import request
 from tests.support.models import load, texts_of, write_tiny_llama, write_tiny_qwen3
 from tests.support.waiting import until

@@ -23,7 +23,7 @@ from lmx_lab.evals import Choice, Judge, Metric
 from lmx_lab.evals.evaluation import Evaluation
 from lmx_lab.evals.experiments import Experiments
 from lmx_lab.evals.rows import EvaluatedRow
-from lmx_lab.notebook import attach
+from lmx_lab.notebook.lab import attach
 from lmx_lab.results.statistics import BOOTSTRAP, MCNEMAR, WILSON
 from tests.support.labs import forbid_waits_on_loops, serving
 

@@ -14,7 +14,7 @@ from huggingface_hub import constants, file_download
 
 from lmx_lab.errors import DownloadError, LabError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.hub import MARKER, mark_unverified
 from tests.support.hub import REPO, git_id, hub_with, instead, use_hub, whole
 from tests.support.models import LLAMA, safetensors_bytes, write_json
@@ -47,7 +47,7 @@ FETCH = """
 import sys
 from pathlib import Path
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 
 def pause(progress):
     if progress.stage in sys.argv[2:]:

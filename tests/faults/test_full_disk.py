@@ -17,7 +17,7 @@ from lmx_lab.engine.llama_cpp.quantize import quantize
 from lmx_lab.engine.prefix_files import PrefixFiles, StoredPrefix, TensorSpec
 from lmx_lab.errors import StorageFullError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.fingerprint import with_marks
 from lmx_lab.wire.events import ToolOutput
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused

@@ -13,7 +13,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.errors import EngineDeadError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.fingerprint import is_overwritten
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
 from tests.support.engines import load_entry, process_of, run

@@ -60,7 +60,7 @@ CONVERT = """
 import sys
 from pathlib import Path
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 seen = []
 print("ready", flush=True)
 sys.stdin.readline()

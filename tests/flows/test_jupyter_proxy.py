@@ -13,7 +13,7 @@ from websockets.sync.client import connect
 
 from lmx_lab import urls
 from lmx_lab.errors import UnreachableError
-from lmx_lab.notebook import attach
+from lmx_lab.notebook.lab import attach
 from tests.support.asking import ENDLESS, echo_body
 from tests.support.jupyter import execute, jupyter_server, printed
 from tests.support.labs import PACE, manager_of, serving, wait_until_idle

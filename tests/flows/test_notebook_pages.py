@@ -7,8 +7,8 @@ import httpx2
 import pytest
 
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook import Lab
 from lmx_lab.notebook.addresses import Addresses, find_notebook_server
+from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
 from tests.support.labs import serving
 

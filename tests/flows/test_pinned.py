@@ -5,7 +5,7 @@ import pytest
 
 import lmx_lab
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
-from lmx_lab.notebook import Lab
+from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
 from tests.support.asking import chat_body
 from tests.support.labs import events_of, serving

@@ -7,7 +7,7 @@ import pytest
 
 from lmx_lab.client import LabClient
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.notebook import attach
+from lmx_lab.notebook.lab import attach
 from tests.support.asking import chat_body
 from tests.support.labs import manager_of, serving
 from tests.support.models import write_tiny_bert, write_tiny_llama

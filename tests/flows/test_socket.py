@@ -11,7 +11,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from lmx_lab.http.uvicorn_server import bind
-from lmx_lab.notebook import Lab
+from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
 from tests.support.asking import ENDLESS, echo_body
 from tests.support.labs import manager_of, wait_until_idle

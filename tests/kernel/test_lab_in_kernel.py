@@ -292,7 +292,7 @@ def test_a_load_shows_its_download_in_the_calling_cell_only(lab):
     lab.start("lab.load('echo')")
     assert [list(bundle) for bundle in lab.read().shown] == [["text/plain"]]  # The report, without a progress bar.
     lab.start("""
-        from lmx_lab.weights import Progress
+        from lmx_lab.weights.store import Progress
         resolve = lab.server.catalog.find_formats
         def absent(name, **options):
             raise lmx_lab.errors.ModelNotFoundError(name)

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 import lmx_lab
-from lmx_lab.notebook import Lab
+from lmx_lab.notebook.lab import Lab
 from tests.larger_models.fetch import GEMMA, QWEN, LargerModel
 from tests.support.labs import serving
 

@@ -13,7 +13,8 @@ import lmx_lab
 from lmx_lab import errors
 from lmx_lab.arguments import chat_request
 from lmx_lab.client import AsyncLabClient, LabClient
-from lmx_lab.notebook import attach, remote
+from lmx_lab.notebook import remote
+from lmx_lab.notebook.lab import attach
 from lmx_lab.values.models import LoadSpec, ModelEvent
 from lmx_lab.wire.admin import RequestEvent
 from tests.support.labs import manager_of, read_answer, serving, wait_until_idle

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from lmx_lab import errors
-from lmx_lab.notebook import attach, discovery
+from lmx_lab.notebook import discovery
 from lmx_lab.notebook.discovery import Announcement, FoundLab, find_address, find_labs, is_name
+from lmx_lab.notebook.lab import attach
 from tests.support.labs import serving
 
 LOOPBACK = ["127.0.0.1"]

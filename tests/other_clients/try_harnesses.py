@@ -17,7 +17,7 @@ from typing import Any
 import lmx_lab
 from lmx_lab.evals import Choice
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.other_clients.clients_page import run_section
 from tests.support.commands import Serving, serving
 from tests.support.docs import ROOT

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.starters import STARTERS
 from tests.package.try_binder import NOTEBOOKS
 

@@ -9,7 +9,7 @@ import transformers
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from lmx_lab.engine.encoders import load_encoder
+from lmx_lab.engine.encoders.loading import load_encoder
 from lmx_lab.engine.mlx.weights import fit_weights
 from lmx_lab.engine.texts import TextTokens
 from tests.support.models import entry, run, write_json, write_tokenizer

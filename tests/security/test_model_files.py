@@ -18,7 +18,7 @@ import pytest
 
 from lmx_lab.errors import DownloadError, LabError, ModelNotFoundError, OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.hub_download import download
 from lmx_lab.weights.starters import Starter, extract_members
 from lmx_lab.weights.store import ignore_progress

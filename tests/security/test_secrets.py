@@ -22,7 +22,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.http.uvicorn_server import recent_logs
 from lmx_lab.settings import SECRETS as VARIABLES
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.commands import serving
 from tests.support.labs import KEY
 from tests.support.programs import script_result

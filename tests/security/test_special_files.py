@@ -13,7 +13,7 @@ import pytest
 from lmx_lab.engine import ModelManager
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.files import MIB, check_files, open_regular, read_regular
 from tests.support.asking import CHAT, CHAT_WAIT_S, chat_body, refused
 from tests.support.engines import load_entry, run

@@ -10,7 +10,8 @@ from lmx_lab.errors import DownloadError, ModelNotFoundError, QueueFullError
 from lmx_lab.server.ollama_models import Downloads
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO
-from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.catalog import Catalog
+from lmx_lab.weights.store import Progress
 
 pytestmark = pytest.mark.anyio
 

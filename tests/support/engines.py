@@ -44,7 +44,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import ModelState
 from lmx_lab.values.models import ECHO, Format, Kind, LoadReport, LoadSpec, ModelEntry
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob, ToolCallDelta
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.fingerprint import with_marks
 
 # Imported by the functions that need it, because it imports mlx-lm, and fast tests import this file.

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmx_lab.batch.cache import AnswerCache
 from lmx_lab.instrument.store import RecordStore
-from lmx_lab.notebook import Lab
+from lmx_lab.notebook.lab import Lab
 from lmx_lab.settings import Settings
 from tests.support.asking import ENDLESS
 from tests.support.waiting import until

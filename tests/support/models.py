@@ -23,7 +23,7 @@ from lmx_lab.weights.facts import read_folder
 
 # Imported by the function that needs it, because it imports mlx-lm, and fast tests import this file.
 if TYPE_CHECKING:
-    from lmx_lab.engine.encoders import LoadedEncoder
+    from lmx_lab.engine.encoders.loading import LoadedEncoder
     from lmx_lab.engine.texts import TextTokens
 
 Tensors = dict[str, npt.NDArray[np.float32]]
@@ -441,7 +441,7 @@ def run(layers: Generator[Any, None, Vectors]) -> Vectors:
 
 
 def load(listed: ModelEntry, **settings: Any) -> LoadedEncoder:
-    from lmx_lab.engine.encoders import load_encoder
+    from lmx_lab.engine.encoders.loading import load_encoder
 
     return load_encoder(listed, **{"limit_bytes": 2**40} | settings)
 

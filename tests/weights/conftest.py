@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.starters import STARTERS
 from tests.support.gguf import gguf_bytes, random_tensor, split_gguf, with_values
 from tests.support.hub import write_starter

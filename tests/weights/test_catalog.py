@@ -7,7 +7,7 @@ import pytest
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ECHO, ModelEntry, ModelLocation
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.facts import read_folder
 from lmx_lab.weights.locations import join_formats
 from tests.support.gguf import EXACT, LOSSY, split_gguf, store_copy

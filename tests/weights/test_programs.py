@@ -9,7 +9,7 @@ import pytest
 
 from lmx_lab.errors import ModelNotFoundError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.labs import manager_of, serving
 
 LAYER = "application/vnd.ollama.image."

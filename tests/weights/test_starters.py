@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from lmx_lab.errors import DownloadError, LabError, StorageFullError, UnusableModelError
-from lmx_lab.weights import Progress
 from lmx_lab.weights.starters import STARTERS
-from lmx_lab.weights.store import lock_model
+from lmx_lab.weights.store import Progress, lock_model
 
 pytestmark = pytest.mark.slow
 

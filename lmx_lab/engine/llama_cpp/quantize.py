@@ -19,7 +19,7 @@ from lmx_lab.engine.speeds import gpu_of_mlx
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import ModelEntry, QuantizedCopy, QuantizedType
-from lmx_lab.weights import Catalog, Progress
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.facts import read_facts, read_gguf
 from lmx_lab.weights.fingerprint import require_unchanged, with_marks
 from lmx_lab.weights.gguf.convert import converted_id, worker_environ
@@ -27,6 +27,7 @@ from lmx_lab.weights.gguf.header import GgufHeader
 from lmx_lab.weights.gguf.names import parts_of
 from lmx_lab.weights.locations import copy_locations, remove_stale_copies, write_copy
 from lmx_lab.weights.store import (
+    Progress,
     ProgressCallback,
     full_disk_error,
     ignore_progress,

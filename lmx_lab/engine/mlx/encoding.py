@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from lmx_lab.engine.cpu_blas import ThreadChoice
-from lmx_lab.engine.encoders import LoadedEncoder
+from lmx_lab.engine.encoders.loading import LoadedEncoder
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.jobs import Job, JobQueue
 from lmx_lab.engine.mlx.loop import Room

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from lmx_lab.engine.encoders import LoadedEncoder, load_encoder
+from lmx_lab.engine.encoders.loading import LoadedEncoder, load_encoder
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import MlxGeneration, MlxRow
 from lmx_lab.engine.mlx.encoding import EncodeJob

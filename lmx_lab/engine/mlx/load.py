@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 
 from lmx_lab.engine import memory as machine
-from lmx_lab.engine.encoders import encoder_bytes
+from lmx_lab.engine.encoders.loading import encoder_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.kv_cache import UNBOUNDED_TOKENS, Traits, describe, try_batches
 from lmx_lab.engine.mlx.tokenizer import MlxTokenizer

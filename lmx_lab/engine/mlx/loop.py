@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from lmx_lab.engine.answers import Answers
 from lmx_lab.engine.cpu_blas import ThreadChoice
-from lmx_lab.engine.encoders import LoadedEncoder
+from lmx_lab.engine.encoders.loading import LoadedEncoder
 from lmx_lab.engine.memory import Budget, prefix_cache_bytes
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.batch import Batch, ChunkComputed, Event, MlxGeneration, MlxRow, PromptScored, TokenGenerated

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from lmx_lab.engine.cpu_blas import ThreadChoice, configure_blas
-from lmx_lab.engine.encoders import LoadedEncoder
+from lmx_lab.engine.encoders.loading import LoadedEncoder
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.mlx.encoding import EncodingLoop
 from lmx_lab.engine.mlx.jobs import Job, JobQueue

@@ -19,7 +19,7 @@ from lmx_lab.engine.llama_cpp.quantize import copy_bytes, quantize, refuse_unsup
 from lmx_lab.engine.llama_cpp.quantize_worker import type_after
 from lmx_lab.errors import StorageFullError, UnusableModelError
 from lmx_lab.values.models import LoadSpec
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.gguf.header import GgufHeader, GgufTensor, read_header
 from tests.support.engines import LLAMA_SETTINGS
 from tests.support.gguf import EXACT

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.engines import finish, generating, manager_with, mlx_thread, numbers, request, run, until_written
 from tests.support.models import write_mlx_model
 

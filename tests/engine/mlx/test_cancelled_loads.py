@@ -10,7 +10,7 @@ import pytest
 from lmx_lab.engine.mlx import weights
 from lmx_lab.engine.mlx.weights import check_cancelled
 from lmx_lab.errors import NotLoadedError
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.engines import TWO_SLOTS, load_entry, manager_with, mlx_engine, run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_shared_model")]

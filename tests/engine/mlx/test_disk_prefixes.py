@@ -8,7 +8,7 @@ import pytest
 
 from lmx_lab.engine import TokenPrompt
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.engines import finish, generating, manager_with, mlx_thread, numbers, request, run, until_written
 
 pytestmark = pytest.mark.anyio

@@ -151,7 +151,7 @@ import asyncio
 from lmx_lab.engine import GenerationRequest, ModelManager, TokenPrompt
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 manager = ModelManager(Settings())
 manager.start()
 async def main():

@@ -22,7 +22,7 @@ from lmx_lab.errors import LabError
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.values.outputs import GenerationReport, TokenLogprob
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.asking import invalid
 from tests.support.engines import finish_with_logprobs, load_entry, manager_with, request, run
 from tests.support.models import teach_thinking

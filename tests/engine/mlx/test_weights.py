@@ -12,7 +12,7 @@ from mlx_lm.utils import load_model, quantize_model
 from lmx_lab.engine import ModelManager, memory
 from lmx_lab.engine.mlx.weights import EXPANDED_SHARE, checked_classes, expanded_bytes, fit_weights
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.engines import load_entry, run
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="on a GPU, weights are not converted")

@@ -11,7 +11,7 @@ from lmx_lab.engine.sandbox import shared_pool
 from lmx_lab.engine.tokenizing.loading import check_tokenizer_files
 from lmx_lab.errors import InvalidRequestError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from tests.support.engines import request
 from tests.support.models import write_tiny_llama
 from tests.support.waiting import auntil

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from lmx_lab.errors import StorageFullError, UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.gguf.convert import converted_bytes, llama3_scaling
 from lmx_lab.weights.gguf.header import read_header
 

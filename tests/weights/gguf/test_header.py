@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmx_lab.errors import UnusableModelError
 from lmx_lab.settings import Settings
-from lmx_lab.weights import Catalog
+from lmx_lab.weights.catalog import Catalog
 from lmx_lab.weights.facts import read_gguf_facts
 from lmx_lab.weights.gguf.header import read_header
 
