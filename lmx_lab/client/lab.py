@@ -634,9 +634,7 @@ class AsyncLabClient(AsyncClientBase[HttpConnection]):
             InvalidRequestError: the model is not being loaded. Nothing is unloaded.
             ModelBusyError: several callers wait for the load, which continues.
         """
-        # A server of an older version does not know the field.
-        body = {"model": model} if shared else {"model": model, "shared": False}
-        content = validated(CancelLoadRequest, body)
+        content = validated(CancelLoadRequest, {"model": model, "shared": shared})
         await self._connection.fetch("POST", "/admin/models/cancel", CancelLoadAnswer, content=content)
 
     async def unload(

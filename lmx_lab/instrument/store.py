@@ -84,7 +84,7 @@ def decode_record(data: bytes, *, id_: int, provenance: Provenance) -> Record:
     for name in ("prompt", "answer", "tool_calls"):
         values[name] = None if values[name] is None else tuple(values[name])
     values["logprobs"] = tuple(map(_decode_token, values["logprobs"]))
-    values["steps"] = decode_steps(values.get("steps") or [])
+    values["steps"] = decode_steps(values["steps"])
     return _build(Record, {**values, "id": id_, "provenance": provenance})
 
 

@@ -278,9 +278,7 @@ def timeline_of_record(record: Record) -> Timeline:
         InvalidRequestError: the record has no steps.
     """
     if not record.steps:
-        raise InvalidRequestError(
-            "no steps were recorded for this request: it ended before it had a slot, or an older version recorded it"
-        )
+        raise InvalidRequestError("no steps were recorded for this request: it ended before it had a slot")
     timings = record.timings
     report = (timings["queue_s"], timings["prefill_s"], timings["decode_s"]) if timings else None
     queue_s, prefill_s, decode_s = phase_durations(record.steps, elapsed_s=record.steps[-1].end_s, report=report)

@@ -68,8 +68,7 @@ def open_regular(path: Path, *, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> i
     """
     # Checked before opening, because opening a device can have effects.
     _check(path, os.stat(path))
-    flags = (getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
-    descriptor = os.open(path, os.O_RDONLY | sum(flags))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         # Checked again, because the file may have been replaced in between.
         _check(path, os.fstat(descriptor))

@@ -150,10 +150,8 @@ def folder_bytes(folder: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    # Windows cannot open a folder; there, the rename alone has to be enough.
-    if os.name != "nt":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

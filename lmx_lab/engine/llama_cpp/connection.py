@@ -221,7 +221,8 @@ class _Events(asyncio.Protocol):
 
 
 def _unavailable_error(exc: Exception) -> EngineError:
-    return EngineError(f"the process of llama.cpp does not answer: {exc or type(exc).__name__}; load the model again")
+    reason = str(exc) or type(exc).__name__
+    return EngineError(f"the process of llama.cpp does not answer: {reason}; load the model again")
 
 
 def _parse_head(head: bytes) -> tuple[int, bool, int | None]:
