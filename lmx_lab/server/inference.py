@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.requests import HTTPConnection
@@ -33,7 +33,7 @@ from lmx_lab.server.recording import Recorded, Recording, continued_request, req
 from lmx_lab.server.requests import Part, Requests
 from lmx_lab.server.timelines import TimelineLog
 from lmx_lab.values.models import Kind
-from lmx_lab.values.outputs import EncodeReport, TokenLogprob, Vectors
+from lmx_lab.values.outputs import TokenLogprob, Vectors
 from lmx_lab.values.recording import Continuation, Record
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.wire.admin import RequestKind
@@ -41,14 +41,7 @@ from lmx_lab.wire.admin import RequestKind
 NOT_RECORDED = Caller(local=True, own=None)
 
 
-class TextResult(Protocol):
-    """The result of embedding or reranking: ``Embeddings`` or ``Ranking``."""
-
-    @property
-    def report(self) -> EncodeReport: ...
-
-
-Result = TypeVar("Result", bound=TextResult)
+Result = TypeVar("Result", Embeddings, Ranking)
 
 
 class InferenceService:

@@ -9,11 +9,10 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Owner = TypeVar("Owner", bound="HasShieldedTasks")
 
 
 async def give_way(iterations: int) -> None:
@@ -95,20 +94,15 @@ class ShieldedTasks:
         return task
 
 
-class HasShieldedTasks(Protocol):
-    """An object with ``shielded`` methods."""
-
-    @property
-    def shielded_tasks(self) -> ShieldedTasks: ...
-
-
 def shielded(
-    method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]:
-    """Decorate a method whose calls are completed even if their caller is cancelled."""
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Decorate a method whose calls are completed even if their caller is cancelled, as ``shielded_tasks`` of its
+    object.
+    """
 
     @functools.wraps(method)
-    async def call(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(owner: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.shield(owner.shielded_tasks.start(method(owner, *args, **kwargs)))
 
     return call
