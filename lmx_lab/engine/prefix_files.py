@@ -49,9 +49,6 @@ LEFT_OVER_S = 600.0
 """Age after which a temporary file is considered to be left by a process that ended while writing."""
 MAX_DEPTH = 32
 """Maximum number of files of one state. The next turn of a session writes its whole state."""
-MIN_GAIN_TOKENS = 32
-"""Minimum number of tokens for which a state is saved, or read although a part is in memory. Computing fewer takes
-about as long as the file."""
 OPEN_S = 1.0
 """Maximum time that requests wait for the list of files after a load. The first digest of large weights takes more."""
 CLOSE_S = 2.0

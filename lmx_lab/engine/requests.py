@@ -13,6 +13,9 @@ from lmx_lab.values.outputs import EncodeReport, InputType, RerankMethod, Vector
 from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import TraceWork
 
+MIN_GAIN_TOKENS = 32
+"""Minimum number of tokens for which a state is saved, or read although a part is in memory. Computing fewer takes
+about as long as the file."""
 SHARED = "*"
 """The scope of prefixes that all callers may use."""
 

@@ -19,12 +19,12 @@ from lmx_lab.engine.llama_cpp.completion import LlamaGeneration, Slot
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.prefix_files import (
     CLOSE_S,
-    MIN_GAIN_TOKENS,
     PrefixFiles,
     StoredPrefix,
     TensorSpec,
     Tokens,
 )
+from lmx_lab.engine.requests import MIN_GAIN_TOKENS
 from lmx_lab.errors import EngineError
 from lmx_lab.weights.files import in_thread
 from lmx_lab.weights.gguf.header import GgufHeader

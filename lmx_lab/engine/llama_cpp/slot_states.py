@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 from lmx_lab.engine.answers import shared_length
 from lmx_lab.engine.llama_cpp.completion import EXACT_PROMPT_TOKENS, EXACT_TOKENS, TRIAL_SLOT, LlamaGeneration, Slot
 from lmx_lab.engine.llama_cpp.connection import END_S, LlamaConnection, RefusedError
-from lmx_lab.engine.prefix_files import MIN_GAIN_TOKENS
-from lmx_lab.engine.requests import SHARED
+from lmx_lab.engine.requests import MIN_GAIN_TOKENS, SHARED
 
 if TYPE_CHECKING:
     from lmx_lab.engine.llama_cpp.slot_files import SlotFiles

@@ -29,7 +29,7 @@ from lmx_lab.engine.llama_cpp.process import explained_end
 from lmx_lab.engine.llama_cpp.scoring import LlamaScorer
 from lmx_lab.engine.llama_cpp.slot_states import SlotStates
 from lmx_lab.engine.llama_cpp.tokenizer import LlamaTokenizer
-from lmx_lab.engine.prefix_files import MIN_GAIN_TOKENS
+from lmx_lab.engine.requests import MIN_GAIN_TOKENS
 from lmx_lab.engine.scheduler import Turns
 from lmx_lab.errors import ContextLengthError, EngineError, InvalidRequestError, LabError
 from lmx_lab.values.outputs import GenerationReport, PromptProgress

@@ -35,7 +35,6 @@ from lmx_lab.engine.mlx.kv_cache import KvState
 from lmx_lab.engine.prefix_files import (
     CLOSE_S,
     MAX_DEPTH,
-    MIN_GAIN_TOKENS,
     DamagedFileError,
     PrefixFiles,
     StoredPrefix,
@@ -44,6 +43,7 @@ from lmx_lab.engine.prefix_files import (
     best_prefix,
     common_prefix,
 )
+from lmx_lab.engine.requests import MIN_GAIN_TOKENS
 from lmx_lab.values.models import ModelEntry
 from lmx_lab.weights.files import start_in_thread
 
