@@ -102,7 +102,7 @@ TABLE = {
     ),
     # settings: the folder of kept runs. portal: runs are measured on a loop of their own.
     "bench": Row(
-        "errors extras values settings blocking portal progress results wire backend client engine",
+        "errors extras values settings blocking portal progress results sanitize wire backend client engine",
         "httpx2 pandas numpy matplotlib",
     ),
     # jupyter_core: Jupyter servers record their address. ipywidgets, pandas: types of results.

@@ -16,6 +16,7 @@ from lmx_lab.errors import InvalidRequestError
 from lmx_lab.extras import import_optional
 from lmx_lab.results.drawing import NotebookFigure, fit, fonts, size_in_inches
 from lmx_lab.results.statistics import LEVEL
+from lmx_lab.sanitize import escape_text
 from lmx_lab.values.models import EngineChoice
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _chart(
         )
     if not metrics:
         raise InvalidRequestError(f"metrics is empty; give at least one, such as {TOTAL!r}", param="metrics")
+    title = None if title is None else escape_text(str(title))
     table = summary(samples, level=level)
     if not len(table):
         raise InvalidRequestError("there is nothing to plot: the table has no requests besides warm-up requests")
@@ -119,7 +121,7 @@ def _chart(
     if given:
         unknown = [name for name in given if name not in lines] if isinstance(given, Mapping) else []
         chosen = [given.get(line, line) for line in lines] if isinstance(given, Mapping) else given
-        named = [str(name) for name in (chosen if isinstance(chosen, list) else [chosen])]
+        named = [escape_text(str(name)) for name in (chosen if isinstance(chosen, list) else [chosen])]
         if unknown or len(named) != len(lines) or len(set(named)) != len(named):
             wanted = f"a different name for each of {', '.join(map(repr, lines))}" if any(lines) else "one name"
             raise InvalidRequestError(f"names is {names!r:.200}; give {wanted}", param="names")
@@ -134,10 +136,10 @@ def _chart(
         if given or len(lines) > 1:
             _plain(panels[0].legend(handles, [textwrap.fill(name, 40) for name in lines]))
         if title:
-            panels[0].set_title(str(title), parse_math=False)
+            panels[0].set_title(title, parse_math=False)
         return None
     usual = (4.2 * len(metrics), 3.6)
-    heading = _common(table, over) if title is None else str(title)
+    heading = escape_text(_common(table, over)) if title is None else title
     caption = _caption(lines, metrics, level) if heading or title is None else ""
     width, height = usual if size is None else size_in_inches(size)
     with fonts(min(width / usual[0], height / usual[1])):
@@ -201,7 +203,8 @@ def _lines(table: pd.DataFrame, over: str) -> dict[str, pd.DataFrame]:
             f"{' or '.join(differing)}"
         )
     lines: dict[str, pd.DataFrame] = {}
-    for name, (_, group) in zip(_names(differing, [key for key, _ in groups]), groups, strict=True):
+    names = map(escape_text, _names(differing, [key for key, _ in groups]))
+    for name, (_, group) in zip(names, groups, strict=True):
         # Values that are not known may make names equal.
         lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = group
     return lines

@@ -68,7 +68,8 @@ async def plan_load(
     speed = None
     if plan.read_bytes:
         speed = await in_thread(lambda: _bandwidth(settings, row.name)) / plan.read_bytes
-    return replace(plan, on_disk=on_disk, limit_bytes=limit_bytes, fits=fits, unload=unload, tokens_per_second=speed)
+    found = replace(plan, on_disk=on_disk, limit_bytes=limit_bytes, fits=fits, unload=unload, tokens_per_second=speed)
+    return found if chosen.memory.is_of_device else replace(found, memory_pressure=now.memory_pressure)
 
 
 async def _find(

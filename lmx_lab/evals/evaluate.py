@@ -110,6 +110,7 @@ async def evaluate(
             for row in result.rows
         ]
         _raise_first(result.rows, parameters, interrupted)
+    result.interrupted = interrupted
     if store and not interrupted:
         # A failure causes only a warning, so that the answers are not lost.
         try:

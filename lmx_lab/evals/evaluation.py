@@ -49,7 +49,10 @@ class Evaluation(Displayed):
         rows: The rows in the order of the table.
         id: The evaluation's id in ``lab.experiments``; None if it is not stored.
         index: The index of the table; None if only the labels of the rows are known.
+        interrupted: Whether the run was interrupted, so that rows have no score.
     """
+
+    interrupted = False
 
     def __init__(
         self,
@@ -342,7 +345,7 @@ class Evaluation(Displayed):
             found = [row for row in self.rows if comparable(row.label) == comparable(label)]
         if len(found) != 1:
             raise InvalidRequestError(
-                f"{len(found)} rows have the label {label!r:.80}; pass one of df.index, or position=0 to "
+                f"{len(found) or 'no'} rows have the label {label!r:.80}; pass one of df.index, or position=0 to "
                 f"{len(self.rows) - 1}",
                 param="label",
             )
@@ -396,9 +399,10 @@ class Evaluation(Displayed):
         scored = [answers[0] for answers in self._by_row if mean_score(answers) is not None]
         repeated = len(scored) - len({to_json([row.prompt, row.choices, row.expected]) for row in scored})
         each += f"; {repeated} repeat another row, so the interval is too narrow" if repeated else ""
-        errors = f"; not counted because of errors: {self.errors}" if self.errors else ""
+        state = "interrupted; " if self.interrupted else ""
+        errors = f"; rows without a score: {self.errors}" if self.errors else ""
         lines = [
-            f"{self.name}: {score} ({counted(score.n, 'row')}{each}{errors}; {score.method})",
+            f"{self.name}: {score} ({state}{counted(score.n, 'row')}{each}{errors}; {score.method})",
             f"failures: {len(self._failed())}, listed by .failures; .lens(label) shows the tokens of one",
         ]
         return "\n".join(lines)

@@ -573,6 +573,11 @@ class _Beginning:
     """Whether the answer ends with these tokens."""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether no character is incomplete, so that an answer can be continued with a given token."""
+        return not b"".join(token.bytes for token in self.tokens).decode(errors="replace").endswith("\ufffd")
+
+    @property
     def name(self) -> str:
         return "-".join(map(str, self.ranks))
 
@@ -592,7 +597,7 @@ async def explore(
     """Generate the answers that begin with the most probable tokens, all together, and return them as a tree.
 
     At each of the first ``depth`` positions, the ``width`` most probable tokens are taken, which makes up to
-    ``width ** depth`` answers. They are recorded.
+    ``width ** depth`` answers. They are recorded. An answer does not branch inside a character of several tokens.
 
     Args:
         width: Number of tokens at each position, up to 20.
@@ -636,7 +641,7 @@ async def _explored(backend: Backend, request: ChatRequest, *, width: int, depth
         )
     beginnings = _Beginning().extended(first.tokens[0], width)
     for _ in range(1, depth):
-        running = [it for it in beginnings if not it.ended]
+        running = [it for it in beginnings if not it.ended and it.is_whole]
         # One token after each beginning, with its alternatives.
         following = await _together(
             [_generate(backend, first, it, max_tokens=len(it.tokens) + 1, top=width, recorded=False) for it in running]

@@ -199,7 +199,8 @@ class RequestList(Displayed, Sequence[RecordedRequest]):
         return shown
 
     def _footer(self) -> str:
-        return f"{len(self)} requests are recorded; the newest {SHOWN_ROWS} are shown, .df contains all"
+        newest = f"; the newest {SHOWN_ROWS} are shown, .df contains all" if len(self) > SHOWN_ROWS else ""
+        return f"recorded: {counted(len(self), 'request')}{newest}"
 
 
 def load_requests(path: str | os.PathLike[str], backend: Backend | None = None) -> RequestList:

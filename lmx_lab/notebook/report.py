@@ -263,10 +263,12 @@ def write_report(path: str | os.PathLike[str], text: str) -> Path:
     """Write a report atomically, and return its path. An older report is overwritten.
 
     Raises:
-        InvalidRequestError: the path is a folder, is in a folder that does not exist, is a file that is not a report,
-            or cannot be written.
+        InvalidRequestError: the path has the suffix of another format, is a folder, is in a folder that does not exist,
+            is a file that is not a report, or cannot be written.
     """
     target = Path(os.path.realpath(path_of(path, "the report")))
+    if target.suffix.lower() not in ("", ".html", ".htm"):
+        raise _unwritable(target, f"has the suffix {target.suffix}, and a report is an HTML file; use .html")
     mode = target.stat().st_mode if target.exists() else None
     if mode is None:
         if not target.parent.is_dir():

@@ -103,6 +103,8 @@ class LoadPlan(Displayed):
     fits: Fit = "not-here"
     unload: tuple[str, ...] = ()
     """Ids of the models that have to be unloaded, if ``fits`` is ``after-unloading``; least recently used first."""
+    memory_pressure: str | None = None
+    """Why ``limit_bytes`` is lower now than usual: the machine is short of memory. None if it is not."""
 
     @property
     def verdict(self) -> str:
@@ -119,6 +121,7 @@ class LoadPlan(Displayed):
         rows = [
             ("verdict", self.verdict),
             ("memory", f"{format_bytes(self.needed_bytes)} needed, {format_bytes(self.limit_bytes)} allowed"),
+            ("memory is short", self.memory_pressure or ""),
             ("weights", f"{format_bytes(self.weights_bytes)} in memory, {format_bytes(self.file_bytes)} of files"),
             ("KV cache", ", ".join(caches)),
             ("largest context", ", ".join(map(str, self.contexts))),

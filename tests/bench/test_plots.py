@@ -1,5 +1,7 @@
 """Plots show medians with intervals. ``contract/test_figures`` has what all figures share."""
 
+from xml.etree import ElementTree
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -105,6 +107,12 @@ def test_columns_and_numbers_are_metrics_names_and_titles():
             by_concurrency(swept(), metrics=metrics)
     with pytest.raises(InvalidRequestError, match=r"level is '0\.9'"):
         by_concurrency(swept(), level="0.9")
+
+
+def test_control_characters_of_names_and_titles_are_escaped(tmp_path):
+    samples = [one for name in ("a\0b", "c") for one in run_of([1.0], target=name, concurrency=1)]
+    for options in ({}, {"title": "a\0b"}, {"names": ["a\x1b[31m", "b"]}):
+        ElementTree.parse(by_concurrency(samples, **options).save(tmp_path / "run.svg"))
 
 
 def test_a_single_case_is_drawn_as_a_bar_with_its_value():

@@ -42,7 +42,7 @@ def test_rows_are_scored_except_rows_with_errors(lab):
     assert "answer has no value" in result.df.loc["d", "error"]
     assert (result.score.mean, result.score.n, result.score.method, result.errors) == (0.5, 2, WILSON, 2)
     assert list(result.failures.index) == ["b", "c", "d"]
-    assert "because of errors: 2" in repr(result)
+    assert "rows without a score: 2" in repr(result)
     assert "three" in result._repr_html_()
     # The recorded request, and the same tokens scored if it is not recorded any more.
     recorded = result.lens("b")
@@ -379,6 +379,7 @@ def test_an_interrupted_evaluation_is_returned_but_not_stored(lab, monkeypatch):
     monkeypatch.setattr(BatchRun, "read", interrupted)
     result = lab.evaluate(["a", "b"], "{text}", answer="text")
     assert isinstance(result, Evaluation)
+    assert (result.interrupted, "(interrupted; 0 rows; rows without a score: 2; " in repr(result)) == (True, True)
     assert (result.errors, result.id, len(lab.experiments)) == (2, None, before)
 
 

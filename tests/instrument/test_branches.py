@@ -196,6 +196,14 @@ def test_the_most_probable_beginnings_are_expanded_together(lab):
     assert refused.value.message.endswith("leave out response_format, so that all tokens are allowed")
 
 
+def test_answers_do_not_branch_inside_a_character(lab):
+    text = "\N{GRINNING FACE} sea"
+    tree = lab.explore(text, width=2, depth=3, temperature=0, max_tokens=8)
+    # The first token is a part of the first character.
+    assert tree.root.name == "1"
+    assert tree.root.text == text
+
+
 def test_branches_are_taken_on_a_running_loop(lab):
     async def take():
         reply = await lab.achat("hello sea", temperature=0)

@@ -380,7 +380,7 @@ def test_many_records_are_read_in_pages(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "decode_record", count)
     assert len(requests) == 100_000
     assert requests[-1].id == 100_000
-    assert "100000 requests are recorded" in repr(requests)
+    assert "recorded: 100,000 requests; the newest 10 are shown" in repr(requests)
     assert len(decoded) == 1
     first = next(iter(requests))
     assert (first.id, len(decoded)) == (1, 1 + store_module.PAGE)

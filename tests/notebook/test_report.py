@@ -178,10 +178,12 @@ def test_a_report_has_the_permissions_of_the_users_files_and_a_link_to_it_stays_
 
 
 def test_a_file_that_is_not_a_report_is_not_overwritten(tmp_path):
-    (tmp_path / "work.ipynb").write_text("{}")
-    with pytest.raises(InvalidRequestError, match=r"work\.ipynb.*not a report"):
-        write_report(tmp_path / "work.ipynb", full_report())
-    assert (tmp_path / "work.ipynb").read_text() == "{}"
+    (tmp_path / "work.html").write_text("{}")
+    with pytest.raises(InvalidRequestError, match=r"work\.html.*not a report"):
+        write_report(tmp_path / "work.html", full_report())
+    assert (tmp_path / "work.html").read_text() == "{}"
+    with pytest.raises(InvalidRequestError, match=r"work\.png' has the suffix \.png, .* use \.html"):
+        write_report(tmp_path / "work.png", full_report())
     (tmp_path / "empty.html").touch()
     write_report(tmp_path / "empty.html", full_report())
 

@@ -8,6 +8,7 @@ import pytest
 from lmx_lab.engine import EmbeddingRequest, ModelManager
 from lmx_lab.engine.memory import Budget
 from lmx_lab.errors import OutOfMemoryError, UnusableModelError
+from lmx_lab.values.models import LoadSpec
 from tests.contract.engines.entries import FEW, SETTINGS
 from tests.support.engines import entry_of, load_entry, manager_with, pin, run
 from tests.support.gguf import unknown_architecture
@@ -86,6 +87,8 @@ async def test_a_load_that_is_refused_because_of_other_programs_names_them(embed
         )
         with pytest.raises(OutOfMemoryError, match=message):
             await pin(manager, embedders[format_])
+        planned = await manager.plan(LoadSpec(model=str(embedders[format_].path)))
+        assert ("memory is short", budget.pressure) in planned.rows()
         # The usual limit is named for a model that is also too large for that.
         with pytest.raises(OutOfMemoryError, match=r"huge needs 6\d\.\d\d GB.*, and 1\.0\d GB are allowed"):
             await load_entry(manager, replace(embedders["gguf"], id="huge", size_bytes=60 * 10**9))
