@@ -58,7 +58,7 @@ def test_rows_are_scored_except_rows_with_errors(lab):
         lab.requests[result.df.loc["b", "request_id"]]
     with pytest.raises(InvalidRequestError, match="has no answer"):
         result.lens("c")
-    with pytest.raises(InvalidRequestError, match="0 rows have the label 'z'"):
+    with pytest.raises(InvalidRequestError, match="no rows have the label 'z'"):
         result.lens("z")
     without_role = lab.evaluate(["a"], lambda row: [{"content": row["text"]}], answer="text", store=False)
     with pytest.raises(InvalidRequestError, match=r"row 0 has no valid prompt: .*role"):
