@@ -14,40 +14,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmx_lab.bench.case import Arrival, Case, Closed, Poisson, Sweep
+    from lmx_lab.bench.case import Case, Poisson, Sweep
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
-    from lmx_lab.bench.runner import run, samples
+    from lmx_lab.bench.runner import run
     from lmx_lab.bench.sample import RequestSample, frame
-    from lmx_lab.bench.storage import Recorder, load
+    from lmx_lab.bench.storage import load
     from lmx_lab.bench.summaries import compare, summary
-    from lmx_lab.bench.targets import ChatTarget, EngineTarget, Target, TargetFacts
+    from lmx_lab.bench.targets import ChatTarget, TargetFacts
     from lmx_lab.results.provenance import describe_machine
-    from lmx_lab.results.statistics import Interval, median_interval, ratio_interval
 
 _MODULES = {
-    "bench.case": ("Arrival", "Case", "Closed", "Poisson", "Sweep"),
-    "results.statistics": ("Interval", "median_interval", "ratio_interval"),
-    "bench.storage": ("Recorder", "load"),
+    "bench.case": ("Case", "Poisson", "Sweep"),
+    "bench.storage": ("load",),
     "bench.plots": ("by_concurrency", "by_prompt_length"),
     "results.provenance": ("describe_machine",),
-    "bench.runner": ("run", "samples"),
+    "bench.runner": ("run",),
     "bench.sample": ("RequestSample", "frame"),
     "bench.summaries": ("compare", "summary"),
-    "bench.targets": ("ChatTarget", "EngineTarget", "Target", "TargetFacts"),
+    "bench.targets": ("ChatTarget", "TargetFacts"),
 }
 _EXPORTS = {name: f"lmx_lab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = [
-    "Arrival",
     "Case",
     "ChatTarget",
-    "Closed",
-    "EngineTarget",
-    "Interval",
     "Poisson",
-    "Recorder",
     "RequestSample",
     "Sweep",
-    "Target",
     "TargetFacts",
     "by_concurrency",
     "by_prompt_length",
@@ -55,10 +47,7 @@ __all__ = [
     "describe_machine",
     "frame",
     "load",
-    "median_interval",
-    "ratio_interval",
     "run",
-    "samples",
     "summary",
 ]
 

@@ -27,7 +27,8 @@ from lmx_lab.extras import install_command
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lmx_lab.bench import Case, ChatTarget, Target
+    from lmx_lab.bench.case import Case
+    from lmx_lab.bench.targets import ChatTarget, Target
 
 app = typer.Typer()
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")

@@ -12,9 +12,8 @@ import traitlets
 
 from lmx_lab.backend import TokenAnswer
 from lmx_lab.errors import InvalidRequestError, ModelBusyError, counted
-from lmx_lab.instrument import AnswerTree, Branch, TokenLens
-from lmx_lab.instrument.branches import continue_answer
-from lmx_lab.instrument.lens import LIMITS, known_lens, rank_of, scored_lens, visible_text
+from lmx_lab.instrument.branches import AnswerTree, Branch, continue_answer
+from lmx_lab.instrument.lens import LIMITS, TokenLens, known_lens, rank_of, scored_lens, visible_text
 from lmx_lab.panels.panel import Panel, integer_field, text_field
 from lmx_lab.panels.workbench import Workbench
 from lmx_lab.sanitize import clip, escape_text

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.bench import Case, Closed, Poisson, Sweep
+from lmx_lab.bench import Case, Poisson, Sweep
 from lmx_lab.bench.case import (
     BOUNDS,
     MAX_CASES,
     MIN_WORDS,
     TASK,
     UNIQUE_WORDS,
+    Closed,
     number_repeats,
     prompt,
     prompt_hash,

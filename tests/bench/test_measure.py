@@ -10,8 +10,9 @@ import pytest
 from IPython.core.formatters import HTMLFormatter
 
 import lmx_lab
-from lmx_lab.bench import EngineTarget, load, summary
+from lmx_lab.bench import load, summary
 from lmx_lab.bench.sample import COLUMNS
+from lmx_lab.bench.targets import EngineTarget
 from lmx_lab.errors import HostingError, InvalidRequestError, NotLoadedError
 from lmx_lab.notebook.lab import attach
 from lmx_lab.settings import Settings

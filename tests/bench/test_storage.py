@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
-from lmx_lab.bench import Recorder, RequestSample, frame, load
+from lmx_lab.bench import RequestSample, frame, load
 from lmx_lab.bench.sample import COLUMNS
+from lmx_lab.bench.storage import Recorder
 from lmx_lab.errors import InvalidRequestError
 from tests.support.samples import run_of, sample
 
@@ -76,7 +77,7 @@ def test_a_truncated_file_is_loaded_up_to_its_last_complete_line(tmp_path: Path,
 
 KILLED = """
 import os, signal, sys
-from lmx_lab.bench import Recorder
+from lmx_lab.bench.storage import Recorder
 from tests.support.samples import run_of
 with Recorder(sys.argv[1], provenance={}) as kept:
     for one in run_of([1.0, 2.0, 3.0]):

@@ -16,8 +16,9 @@ from websockets.sync.client import connect
 import lmx_lab
 from lmx_lab.engine import Caller, GenerationRequest, TextPrompt
 from lmx_lab.errors import HostingError, InvalidRequestError, LabError, NotLoadedError
-from lmx_lab.instrument import Replay, load_requests
+from lmx_lab.instrument import load_requests
 from lmx_lab.instrument import store as store_module
+from lmx_lab.instrument.requests import Replay
 from lmx_lab.instrument.store import RecordStore, encode_provenance, encode_record
 from lmx_lab.server.recording import request_from_json, request_to_json
 from lmx_lab.settings import Settings

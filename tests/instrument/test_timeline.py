@@ -16,7 +16,8 @@ from lmx_lab.broadcast import Feed
 from lmx_lab.engine import Answer, Caller, GenerationRequest, TextPrompt
 from lmx_lab.engine.stream import Mailbox
 from lmx_lab.errors import InvalidRequestError
-from lmx_lab.instrument import Timeline, load_requests
+from lmx_lab.instrument import load_requests
+from lmx_lab.instrument.timeline import Timeline
 from lmx_lab.server.requests import Requests
 from lmx_lab.server.timelines import TimelineLog
 from lmx_lab.values.models import ModelEvent

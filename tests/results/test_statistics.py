@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.bench import median_interval, ratio_interval
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.results.statistics import (
     BOOTSTRAP,
@@ -22,7 +21,9 @@ from lmx_lab.results.statistics import (
     WILSON,
     calibration,
     mcnemar,
+    median_interval,
     paired_test,
+    ratio_interval,
     score_of,
     sign_flips,
     student,
