@@ -18,7 +18,7 @@ from lmx_lab.cli import FAILED
 from lmx_lab.cli.completion import complete_model
 from lmx_lab.cli.options import Command, epilog
 from lmx_lab.cli.terminal import out, print_line, print_note
-from lmx_lab.errors import LabError
+from lmx_lab.errors import LabError, format_bytes
 from lmx_lab.extras import install_command
 from lmx_lab.sanitize import single_line
 from lmx_lab.settings import Settings
@@ -118,7 +118,7 @@ def unload(
                 "them finish without a time limit"
             )
             raise
-    print_line(f"unloaded, {freed_gb:.2f} GB freed" if freed_gb else "no model was unloaded")
+    print_line(f"unloaded, {format_bytes(freed_gb * 1e9)} freed" if freed_gb else "no model was unloaded")
 
 
 @app.command(
@@ -178,7 +178,7 @@ def status(
         print_line(json.dumps({"labs": listed, "daemon": address}))
     else:
         for url, records in labs.items():
-            models = [f"{each.id} on {each.engine}, {each.vram_gb or 0:.2f} GB" for each in records]
+            models = [f"{each.id} on {each.engine}, {format_bytes((each.vram_gb or 0) * 1e9)}" for each in records]
             print_line(f"lab at {url}: {'; '.join(models) or 'no model is loaded'}")
         if address is not None:
             print_line(f"daemon at {address}")

@@ -23,7 +23,7 @@ from lmx_lab.results.frames import Dtype, dtypes_of, make_table
 from lmx_lab.results.pages import Displayed
 from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.results.tables import html_table
-from lmx_lab.sanitize import shorten
+from lmx_lab.sanitize import shorten, single_line
 from lmx_lab.values.integers import integer
 from lmx_lab.wire.base import ANY_MODEL
 from lmx_lab.wire.chat import ChatRequest
@@ -402,7 +402,7 @@ class Evaluation(Displayed):
         state = "interrupted; " if self.interrupted else ""
         errors = f"; rows without a score: {self.errors}" if self.errors else ""
         lines = [
-            f"{self.name}: {score} ({state}{counted(score.n, 'row')}{each}{errors}; {score.method})",
+            f"{single_line(self.name)}: {score} ({state}{counted(score.n, 'row')}{each}{errors}; {score.method})",
             f"failures: {len(self._failed())}, listed by .failures; .lens(label) shows the tokens of one",
         ]
         return "\n".join(lines)

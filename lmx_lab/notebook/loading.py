@@ -13,6 +13,7 @@ from lmx_lab.arguments import model_name
 from lmx_lab.backend import Backend, Progress, load_or_cancel
 from lmx_lab.blocking import Portal, on_loop
 from lmx_lab.broadcast import Feed
+from lmx_lab.errors import format_bytes
 from lmx_lab.progress import ProgressBar, bar, status
 from lmx_lab.values.models import (
     LoadOptions,
@@ -42,7 +43,7 @@ class FreedMemory(float):
     """Memory that an unload has released, in GB (10^9 bytes)."""
 
     def __repr__(self) -> str:
-        return f"{self:.2f} GB freed"
+        return f"{format_bytes(self * 1e9)} freed"
 
 
 class RunningChange(Generic[T]):
@@ -252,7 +253,7 @@ async def unload(backend: Backend, model: str | os.PathLike[str] | None = None, 
                     before = step
             freed = FreedMemory(await on_loop(portal, running.result()))
             if before is not None:
-                shown.show(f"{before.model}: unloaded, {freed:.2f} GB freed", 0, None)
+                shown.show(f"{before.model}: unloaded, {freed!r}", 0, None)
         return freed
     except KeyboardInterrupt:
         step = running.unloading if running is not None else None

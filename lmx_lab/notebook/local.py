@@ -23,7 +23,7 @@ from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, Se
 from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.engine import Answer, Caller, GenerationRequest, ModelManager, TextPrompt
 from lmx_lab.engine.engines import ENGINES, engine_for
-from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError
+from lmx_lab.errors import EngineError, HostingError, InvalidRequestError, NotLoadedError, format_bytes
 from lmx_lab.http.guard import LivePolicy
 from lmx_lab.http.uvicorn_server import GRACE_S, RunningServer, bind, serve
 from lmx_lab.instrument.store import RecordStore, save_record
@@ -359,7 +359,7 @@ class LocalServer:
     def facts(self) -> dict[str, str]:
         """Return the name and the value of each line that describes the lab."""
         now, daemon = self.engine.snapshot, self.running_daemon
-        model = "none loaded" if now.model is None else f"{now.model} ({now.model_memory_bytes / 1e9:.2f} GB)"
+        model = "none loaded" if now.model is None else f"{now.model} ({format_bytes(now.model_memory_bytes)})"
         facts = {
             "LMX Lab": f"running {self.place}" if self.running else "stopped",
             "address": self.addresses.url,
@@ -371,7 +371,7 @@ class LocalServer:
             "capacity": capacity_in_words(now.slots, now.context_length),
             "daemon": daemon.url if daemon is not None else "",
             "also loaded": ", ".join(
-                f"{it.entry.id} ({it.memory_bytes / 1e9:.2f} GB)" for it in now.models if it is not now.main
+                f"{it.entry.id} ({format_bytes(it.memory_bytes)})" for it in now.models if it is not now.main
             ),
         }
         return {name: value for name, value in facts.items() if value}

@@ -332,7 +332,7 @@ class LabMagics(Magics):
             case "load":
                 result = lab.load(options["model"])
             case "unload":
-                print(f"{lab.unload(wait=options['wait']):.2f} GB freed.")
+                print(f"{lab.unload(wait=options['wait'])!r}.")
             case "models":
                 result = lab.models()
             case "panel":

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from lmx_lab.backend import FinishedAnswer, Progress, Ranking, RunningAnswer, ServerState
 from lmx_lab.blocking import Portal, in_thread, on_loop
 from lmx_lab.client import AsyncLabClient, Remark, as_array
-from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError
+from lmx_lab.errors import HostingError, InvalidRequestError, LabError, UnreachableError, format_bytes
 from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.values.models import (
@@ -537,7 +537,11 @@ class RemoteServer:
             except (LabError, TimeoutError) as exc:
                 state = f"in another process, which does not answer: {exc}"
             else:
-                model = "no model ready" if isinstance(now, NotReady) else f"{now.model} ({now.vram_gb:.2f} GB)"
+                model = (
+                    "no model ready"
+                    if isinstance(now, NotReady)
+                    else f"{now.model} ({format_bytes(now.vram_gb * 1e9)})"
+                )
                 unloading = f", {now.unloading}" if now.unloading is not None else ""
                 state = f"running in another process, version {self._version}, {model}{unloading}"
         return {"LMX Lab": state, "address": self.url}

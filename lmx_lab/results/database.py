@@ -74,7 +74,10 @@ def open_database(
     except SchemaError as exc:
         raise InvalidRequestError(f"{path} cannot be used as {purpose}: it {exc}; {remedy}", param=param) from exc
     except (sqlite3.Error, OSError) as exc:
-        raise InvalidRequestError(f"{path} cannot be used as {purpose}: {exc}; {remedy}", param=param) from exc
+        reason = f"{exc}; {remedy}"
+        if path is not None and not path.parent.is_dir():
+            reason = f"there is no folder {str(path.parent)!r}; create it first"
+        raise InvalidRequestError(f"{path} cannot be used as {purpose}: {reason}", param=param) from exc
     return connection
 
 

@@ -185,7 +185,7 @@ class LoadReport:
         return round(self.vram_gb * 1e9)
 
     def __repr__(self) -> str:
-        loaded = f"{self.model} loaded in {self.load_s:.1f} s, {self.vram_gb:.2f} GB of memory"
+        loaded = f"{self.model} loaded in {self.load_s:.1f} s, {format_bytes(self.vram_gb * 1e9)} of memory"
         if self.engine is not None:
             loaded += f", on {with_reason(self.engine, self.engine_reason)}"
         capacity = capacity_in_words(self.slots, self.context_length)

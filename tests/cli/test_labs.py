@@ -41,7 +41,7 @@ def run(lab, *arguments, **options):
 
 def test_a_model_is_unloaded_and_loaded(lab):
     for command, status, shown in (
-        ("unload", 0, r"unloaded, 0\.00 GB freed"),
+        ("unload", 0, r"unloaded, \d+ MB freed"),
         ("unload --now", 0, "no model was unloaded"),
         ("unload echo", 2, "echo is not loaded; no model is loaded"),
         ("load echo --engine mlx", 2, "invalid-request: "),
@@ -146,7 +146,8 @@ def test_running_requests_are_listed_and_one_is_stopped(lab):
 
 def test_the_status_lists_labs_and_their_models(lab, daemon):
     done = run(lab, "status")
-    assert (done.status, done.stdout) == (0, f"lab at {lab.url}: echo on echo, 0.00 GB\n"), done.stderr
+    assert done.status == 0, done.stderr
+    assert re.fullmatch(rf"lab at {lab.url}: echo on echo, \d+ MB\n", done.stdout)
     (listed,) = json.loads(run(lab, "status", "--json").stdout)["labs"]
     assert (listed["url"], [model["id"] for model in listed["models"]]) == (lab.url, ["echo"])
     none = run_command(daemon.settings.home, "status", environ={"LMX_LAB_PORT": str(UNUSED_PORT)})
@@ -171,7 +172,8 @@ def test_an_unload_says_what_it_waits_for_and_continues_after_ctrl_c(lab):
         assert manager_of(lab).snapshot.unloading is not None
         # In a file, each change is a line.
         done = run(lab, "unload", "echo", "--wait", meanwhile=stop_answer)
-        assert (done.status, done.stdout) == (0, "unloaded, 0.00 GB freed\n")
+        assert done.status == 0
+        assert re.fullmatch(r"unloaded, \d+ MB freed\n", done.stdout)
         assert done.stderr == "echo: unloading, 1 answer left (no time limit)\n"
 
 

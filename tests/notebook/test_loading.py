@@ -55,7 +55,7 @@ def test_an_interrupt_ends_the_wait_but_not_the_unload(lab, server, capfd):
     assert manager_of(server).snapshot.model is None
     nothing = lab.unload()
     assert nothing == 0, "without a model"
-    assert repr(nothing) == "0.00 GB freed"
+    assert repr(nothing) == "0 bytes freed"
     with pytest.raises(InvalidRequestError, match="echo is not loaded"):
         lab.unload("echo", wait=True)
 

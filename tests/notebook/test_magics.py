@@ -149,7 +149,7 @@ def test_the_magic_has_the_verbs_of_the_lab(shell, tiny_lab, capsys):
     assert shell.run_line_magic("lmx", "load tiny-two").model == "tiny-two"
     assert [model.id for model in shell.run_line_magic("lmx", "models") if model.loaded] == ["tiny-two"]
     shell.run_line_magic("lmx", "unload")
-    assert "GB freed" in capsys.readouterr().out
+    assert " freed" in capsys.readouterr().out
     with pytest.raises(UsageError, match="no-such-model"):
         shell.run_line_magic("lmx", "load no-such-model")
     with pytest.raises(UsageError, match="load"):

@@ -68,6 +68,8 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(tmp_path):
         open_test(tmp_path / "text", remedy="move it")
     with pytest.raises(InvalidRequestError, match="unable to open"):
         open_test(tmp_path / "missing.db", read_only=True)
+    with pytest.raises(InvalidRequestError, match=r"there is no folder '\S+/missing'; create it first"):
+        open_test(tmp_path / "missing" / "new.db")
     with pytest.raises(InvalidRequestError, match="as a test file: it is empty; pass"):
         open_test(tmp_path / "empty.db", read_only=True)
     with pytest.raises(InvalidRequestError, match="no such table: three"):

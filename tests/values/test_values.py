@@ -76,7 +76,7 @@ def test_numbers_of_numpy_and_paths_are_options_of_a_load():
 def test_the_report_of_a_load_is_a_sentence():
     report = LoadReport(model="tiny", load_time_ms=1250.0, vram_gb=0.27)
     assert (report.load_s, report.memory_bytes) == (1.25, 270_000_000)
-    assert repr(report) == "tiny loaded in 1.2 s, 0.27 GB of memory"
+    assert repr(report) == "tiny loaded in 1.2 s, 270 MB of memory"
     planned = replace(report, slots=8, context_length=5120)
     assert repr(planned) == f"{report!r}; 8 requests at once, of up to 5,120 tokens each"
     assert repr(replace(report, slots=1)) == f"{report!r}; 1 request at once"
