@@ -30,7 +30,7 @@ class KnownBytes(DownloadColumn):
 
 
 class Step(Protocol):
-    """A step of a download or a load: ``weights.Progress`` or ``ModelEvent``."""
+    """A step of a download or a load: ``weights.store.Progress`` or ``ModelEvent``."""
 
     @property
     def stage(self) -> str: ...

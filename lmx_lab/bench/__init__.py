@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmx_lab.bench.case import Case, Poisson, Sweep
+    from lmx_lab.bench.case import Case, Closed, Poisson, Sweep
     from lmx_lab.bench.plots import by_concurrency, by_prompt_length
     from lmx_lab.bench.runner import run
     from lmx_lab.bench.sample import RequestSample, frame
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lmx_lab.results.provenance import describe_machine
 
 _MODULES = {
-    "bench.case": ("Case", "Poisson", "Sweep"),
+    "bench.case": ("Case", "Closed", "Poisson", "Sweep"),
     "bench.storage": ("load",),
     "bench.plots": ("by_concurrency", "by_prompt_length"),
     "results.provenance": ("describe_machine",),
@@ -37,6 +37,7 @@ _EXPORTS = {name: f"lmx_lab.{module}" for module, names in _MODULES.items() for 
 __all__ = [
     "Case",
     "ChatTarget",
+    "Closed",
     "Poisson",
     "RequestSample",
     "Sweep",

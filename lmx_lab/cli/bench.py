@@ -135,10 +135,11 @@ def bench(
         "concurrency": _numbers("--concurrency", concurrency),
         "requests": requests,
         "repeats": repeats,
-        "arrival": benchmark.Closed() if rate is None else benchmark.Poisson(per_second=rate),
         "cache": "warm" if warm else "cold",
         "seed": seed,
     }
+    if rate is not None:
+        sweep["arrival"] = benchmark.Poisson(per_second=rate)
     plan = benchmark.Sweep(**sweep)
     # Check before the measurement that the tables and the plot can be made.
     benchmark.frame(())
@@ -230,7 +231,7 @@ def _served_model(
 ) -> Iterator[list[Target]]:
     """Load a model in this process for the duration of the block, and provide all targets."""
     from lmx_lab.bench.runner import Measurement
-    from lmx_lab.bench.targets import engine_sides
+    from lmx_lab.bench.targets import EngineTarget, engine_sides
 
     settings = settings_with_folders(host="127.0.0.1", port=0)
     concurrency = max(case.concurrency for case in plan)
@@ -240,7 +241,7 @@ def _served_model(
             f"wait; set LMX_LAB_SLOTS={concurrency} to avoid this"
         )
     with lmx_lab.Lab(settings, loop="thread") as lab:
-        own: Target = benchmark.EngineTarget(lab.server.engine)
+        own: Target = EngineTarget(lab.server.engine)
         if others:
             own = benchmark.ChatTarget(lab.url, api_key=settings.api_key, name="lab")
         sides = engine_sides(own, lab.backend, model, engines)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmx_lab.bench import Case, Poisson, Sweep
+from lmx_lab.bench import Case, Closed, Poisson, Sweep
 from lmx_lab.bench.case import (
     BOUNDS,
     MAX_CASES,
