@@ -17,7 +17,6 @@ from lmx_lab.bench.case import (
     MIN_WORDS,
     TASK,
     UNIQUE_WORDS,
-    Closed,
     number_repeats,
     prompt,
     prompt_hash,
