@@ -210,7 +210,7 @@ async def encode_prompt(tokenizer: Tokenizer[Row], request: GenerationRequest) -
             if (marks := await tokenizer.infill_tokens()) is None:
                 raise InvalidRequestError(
                     f"{tokenizer.entry.id} cannot fill a gap before a suffix: its vocabulary has no tokens for that, "
-                    "such as <|fim_prefix|>; leave suffix out, or load a code model that has them",
+                    "such as <|fim_prefix|>; send a prompt without a suffix, or load a code model that has them",
                     param="suffix",
                 )
             check_characters(prompt.prefix, "prompt")

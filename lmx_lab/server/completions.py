@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from lmx_lab.engine import Answer, GenerationRequest, ModelManager, TextPrompt, TokenPrompt
+from lmx_lab.engine import Answer, GenerationRequest, InfillPrompt, ModelManager, TextPrompt, TokenPrompt
 from lmx_lab.errors import InvalidRequestError
 from lmx_lab.http.bodies import StrictRoute
 from lmx_lab.http.openapi import Responses, event_stream
@@ -109,6 +109,10 @@ def completion_routes(service: InferenceService) -> APIRouter:
         converted = await asyncio.to_thread(body.converted, infill=infill)
         as_probs, running = bool(body.post_sampling_probs), RunningAnswers()
         prompts = [replace(prompt, after_sampling=as_probs) for prompt in completion_requests(converted)]
+        if infill:
+            # The text after the gap may be empty, as at the end of a file.
+            gap = InfillPrompt(prefix=str(converted.prompt), suffix=body.input_suffix)
+            prompts = [replace(prompt, prompt=gap) for prompt in prompts]
         if body.n_predict == 0:
             # One token, so that the prompt is computed and its KV cache is kept. The writer leaves it out.
             prompts = [replace(prompt, max_tokens=1) for prompt in prompts]

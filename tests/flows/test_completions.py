@@ -466,6 +466,10 @@ def test_infill_fills_the_gap_between_two_texts(http):
     with_extra = http.post("/infill", json={**fields, "input_extra": extra}).json()
     same = http.post("/infill", json={**fields, "input_prefix": f"{read}def f("}).json()
     assert (with_extra["content"], with_extra["tokens_evaluated"]) == (same["content"], same["tokens_evaluated"])
+    # At the end of a file, and in an empty one, the same special tokens are around the texts.
+    for prefix in ("def f(", ""):
+        empty = http.post("/infill", json={"input_prefix": prefix, "n_predict": 2}).json()
+        assert empty["tokens_evaluated"] == 3 + len(http.post("/tokenize", json={"content": prefix}).json()["tokens"])
     for wrong in ({"n_predict": "many"}, {"prompt": [1, 2]}, {"input_extra": [{"filename": "a"}]}):
         error_of(http.post("/infill", json={**fields, **wrong}), 400, "invalid-request")
 
