@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 NOT_USED = {
     "response_format": "pass the JSON schema, or a pydantic model, as schema",
-    "model": "map uses the loaded model; load the other one",
-    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "map does not call tools; use lab.chat"),
+    "model": "rows are answered by the loaded model; load the other one",
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "rows are answered without tools; use lab.chat"),
     **dict.fromkeys(("logprobs", "top_logprobs", "logprob_tokens"), "the table has no column for them; use lab.chat"),
 }
 """Parameters of ``chat`` that ``map`` does not accept, with the alternative to each."""
@@ -158,7 +158,7 @@ async def prepare_run(
     n, seed = whole_number(n, "n", low=1), None if seed is None else whole_number(seed, "seed")
     for name, remedy in NOT_USED.items():
         if name in parameters:
-            raise InvalidRequestError(f"map has no parameter {name}: {remedy}", param=name)
+            raise InvalidRequestError(f"tables have no parameter {name}: {remedy}", param=name)
     if errors not in ("row", "raise"):
         raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
     if retry not in (None, "errors"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from lmx_lab.evals.metrics import Choice, Judge
 from lmx_lab.evals.rows import EvaluatedRow, RunFacts, answers_by_row, comparable, mean_score, to_json
 from lmx_lab.instrument.lens import ALTERNATIVES, ColorBy, TokenLens, lens_of
 from lmx_lab.results.frames import Dtype, dtypes_of, make_table
-from lmx_lab.results.pages import Displayed
+from lmx_lab.results.pages import Displayed, html_text
 from lmx_lab.results.statistics import CalibrationBin, PairedTest, Score, calibration, paired_test, pass_at, score_of
 from lmx_lab.results.tables import html_table
 from lmx_lab.sanitize import shorten, single_line
@@ -411,7 +410,7 @@ class Evaluation(Displayed):
         names = ("label", "prompt", "expected", "answer", "error")
         shown = [[_cell(getattr(self.rows[at], name)) for name in names] for at in self._failed()[:SHOWN_FAILURES]]
         table = html_table(names, shown, style="text-align:left;vertical-align:top") if shown else ""
-        return "".join(f"<div>{html.escape(line)}</div>" for line in repr(self).splitlines()) + table
+        return "".join(f"<div>{html_text(line)}</div>" for line in repr(self).splitlines()) + table
 
 
 def _cell(value: Any) -> str:

@@ -24,7 +24,7 @@ from lmx_lab.errors import InvalidRequestError, counted
 from lmx_lab.instrument.lens import ColorBy, TokenLens, lens_of
 from lmx_lab.instrument.traces import ActivationCache, activation_fields, compute_trace
 from lmx_lab.results.frames import make_table
-from lmx_lab.results.pages import Displayed, Formats
+from lmx_lab.results.pages import Displayed, Formats, html_text
 from lmx_lab.sanitize import shorten
 from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.outputs import TokenLogprob
@@ -531,10 +531,10 @@ def marked_changes(runs: Iterable[tuple[str, str, str]]) -> str:
     pieces = []
     for kind, before, after in runs:
         if kind == "equal":
-            pieces.append(html.escape(after))
+            pieces.append(html_text(after))
             continue
-        pieces += [f"<del>{html.escape(before)}</del>"] if before else []
-        pieces += [f"<ins>{html.escape(after)}</ins>"] if after else []
+        pieces += [f"<del>{html_text(before)}</del>"] if before else []
+        pieces += [f"<ins>{html_text(after)}</ins>"] if after else []
     return "".join(pieces)
 
 

@@ -32,6 +32,7 @@ from lmx_lab.results.database import digest
 from lmx_lab.results.frames import make_table
 from lmx_lab.results.pages import Displayed, page
 from lmx_lab.results.tables import Html, html_table
+from lmx_lab.sanitize import escape_text
 from lmx_lab.values.integers import integer
 from lmx_lab.values.models import LoadOptions, LoadSpec
 from lmx_lab.values.outputs import TokenLogprob
@@ -462,11 +463,8 @@ class Comparison(Displayed):
     # Display
 
     def __repr__(self) -> str:
-        done, total = self._run.done, self._run.total
-        return (
-            f"<Comparison of {counted(len(self.prompts), 'prompt')}, {', '.join(self.settings)}: {done} of "
-            f"{counted(total, 'answer')}>"
-        )
+        prompts, names = counted(len(self.prompts), "prompt"), escape_text(", ".join(self.settings))
+        return f"<Comparison of {prompts}, {names}: {self._run.done} of {counted(self._run.total, 'answer')}>"
 
     def _repr_html_(self) -> str:
         return self._grid(50)

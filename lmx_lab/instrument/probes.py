@@ -32,8 +32,9 @@ from lmx_lab.extras import import_optional
 from lmx_lab.instrument.steering import Steer, mean_difference
 from lmx_lab.instrument.traces import HOOKS, HookTable, Traced, What, activation_fields, traced
 from lmx_lab.progress import counter
-from lmx_lab.results.figures import Picture, svg_text
+from lmx_lab.results.figures import Picture
 from lmx_lab.results.frames import make_table
+from lmx_lab.results.pages import html_text
 from lmx_lab.values.integers import integer, whole_number
 from lmx_lab.values.outputs import Vectors
 from lmx_lab.values.tensors import encode_header
@@ -290,7 +291,7 @@ class Probe(Picture):
 
     def svg(self) -> str:
         """Return the chart: the mean accuracy over the layers, its standard deviation, and the baseline."""
-        base, title = _y(self.baseline), svg_text(repr(self))
+        base, title = _y(self.baseline), html_text(repr(self))
         grid = [
             f'<path d="M{LEFT} {y:.1f}L{WIDTH - RIGHT} {y:.1f}" stroke="#8884"/>'
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">{tick:g}</text>'

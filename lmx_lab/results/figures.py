@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import math
 import re
 import statistics
@@ -13,8 +12,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lmx_lab.results.pages import Displayed, Formats
-from lmx_lab.sanitize import escape_text
+from lmx_lab.results.pages import Displayed, Formats, html_text
 
 GAP_S = 2.0
 """Points that are further apart than this are not connected, because nothing was recorded between them."""
@@ -76,11 +74,6 @@ class Picture(Displayed):
             ".png": lambda: draw("png"),
             ".pdf": lambda: draw("pdf"),
         }
-
-
-def svg_text(text: str) -> str:
-    """Return a text for an ``svg`` element, with control characters and others that XML does not allow escaped."""
-    return html.escape(escape_text(text))
 
 
 def standalone_svg(svg: str) -> str:
@@ -159,9 +152,9 @@ class LineChart:
         parts = [
             f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
             f'font-size="12" font-family="system-ui,sans-serif" aria-labelledby="{title_id} {text_id}">',
-            f'<title id="{title_id}">{svg_text(self.title)}</title>',
-            f'<desc id="{text_id}">{svg_text(self.description())}</desc>',
-            f'<text x="4" y="16" {text}>{svg_text(heading)}</text>',
+            f'<title id="{title_id}">{html_text(self.title)}</title>',
+            f'<desc id="{text_id}">{html_text(self.description())}</desc>',
+            f'<text x="4" y="16" {text}>{html_text(heading)}</text>',
         ]
         # A character is about 7 wide; SVG cannot measure text.
         room = (WIDTH - RIGHT - 7 * _length(heading) - 20) / max(1, len(self.series)) - 52
@@ -172,7 +165,7 @@ class LineChart:
             parts.append(
                 f'<path class="line line-{index}" fill="none" {LINES[index]} d="M{left:.1f} 12L{left + 30:.1f} 12"/>'
             )
-            parts.append(f'<text x="{left + 36:.1f}" y="16" {text}>{svg_text(name)}</text>')
+            parts.append(f'<text x="{left + 36:.1f}" y="16" {text}>{html_text(name)}</text>')
             left += width
         decimals = max(0, -math.floor(math.log10(ticks[1]) + 1e-9))
         for tick in ticks:
@@ -213,7 +206,7 @@ class LineChart:
         if not self._has_values():
             return NO_VALUES
         encoded = base64.b64encode(standalone_svg(self.svg()).encode()).decode()
-        text = svg_text(f"{self.title}. {self.description()}")
+        text = html_text(f"{self.title}. {self.description()}")
         size = f'width="{WIDTH}" height="{HEIGHT}" style="max-width:100%;height:auto"'
         return f'<img {size} alt="{text}" src="data:image/svg+xml;base64,{encoded}">'
 
@@ -361,9 +354,10 @@ class HeatMap(Picture):
         parts = [
             f'<svg viewBox="0 0 {right:.0f} {bottom + 34 * bool(self.unit):.0f}" width="{right:.0f}" role="img" '
             'font-size="10" font-family="system-ui,sans-serif" style="max-width:100%;height:auto" '
-            f'aria-label="{svg_text(title)}">',
+            f'aria-label="{html_text(title)}">',
             *(
-                f'<text x="{left:.0f}" y="{13 + 13 * at}" fill="currentColor" font-weight="700">{svg_text(line)}</text>'
+                f'<text x="{left:.0f}" y="{13 + 13 * at}" fill="currentColor" font-weight="700">'
+                f"{html_text(line)}</text>"
                 for at, line in enumerate(lines)
             ),
             *self._cells(left, top),
@@ -374,12 +368,12 @@ class HeatMap(Picture):
             middle = max(top + height / 2, top + _width(self.row_axis) / 2)
             parts.append(
                 f'<text x="10" y="{middle:.0f}" fill="currentColor" text-anchor="middle" '
-                f'transform="rotate(-90 10 {middle:.0f})">{svg_text(self.row_axis)}</text>'
+                f'transform="rotate(-90 10 {middle:.0f})">{html_text(self.row_axis)}</text>'
             )
         if self.column_axis:
             parts.append(
                 f'<text x="{centre:.0f}" y="{bottom - 4:.0f}" fill="currentColor" '
-                f'text-anchor="middle">{svg_text(self.column_axis)}</text>'
+                f'text-anchor="middle">{html_text(self.column_axis)}</text>'
             )
         return "".join([*parts, "</svg>"])
 
@@ -404,7 +398,7 @@ class HeatMap(Picture):
         missing = "" if all(map(math.isfinite, values)) else "; grey: no value"
         parts.append(
             f'<text x="{left + SCALE_WIDTH + 8:.1f}" y="{top + 8:.1f}" fill="currentColor">'
-            f"{svg_text(self.unit)}{missing}</text>"
+            f"{html_text(self.unit)}{missing}</text>"
         )
         return parts
 
@@ -419,7 +413,7 @@ class HeatMap(Picture):
                 if abs(value) < 0.01 * limit and not self.texts:
                     continue
                 x, y = left + column * width, top + at * height
-                title = "" if self.describe is None else f"<title>{svg_text(self.describe(at, column))}</title>"
+                title = "" if self.describe is None else f"<title>{html_text(self.describe(at, column))}</title>"
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y:.1f}" width="{width - 0.5:.1f}" height="{height - 0.5:.1f}" '
                     f'fill="{_color(value, limit)}">{title}</rect>'
@@ -429,7 +423,7 @@ class HeatMap(Picture):
                     ink = "#fff" if math.isfinite(value) and abs(value) > 0.55 * limit else "#111"
                     parts.append(
                         f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 3.5:.1f}" fill="{ink}" '
-                        f'text-anchor="middle" pointer-events="none">{svg_text(_clip(text, most))}</text>'
+                        f'text-anchor="middle" pointer-events="none">{html_text(_clip(text, most))}</text>'
                     )
         return parts
 
@@ -441,14 +435,14 @@ class HeatMap(Picture):
         columns = range(0, len(self.columns), math.ceil(11 / width))
         parts = [
             f'<text x="{left - 4:.1f}" y="{top + (at + 0.5) * height + 3.5:.1f}" fill="currentColor" '
-            f'text-anchor="end">{svg_text(_clip(self.rows[at]))}</text>'
+            f'text-anchor="end">{html_text(_clip(self.rows[at]))}</text>'
             for at in rows
         ]
         for at in columns:
             x = left + (at + 0.5) * width + 3.5
             parts.append(
                 f'<text x="{x:.1f}" y="{bottom:.1f}" fill="currentColor" text-anchor="end" '
-                f'transform="rotate(-90 {x:.1f} {bottom:.1f})">{svg_text(_clip(self.columns[at]))}</text>'
+                f'transform="rotate(-90 {x:.1f} {bottom:.1f})">{html_text(_clip(self.columns[at]))}</text>'
             )
         return parts
 

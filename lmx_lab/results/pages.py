@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lmx_lab.errors import InvalidRequestError
+from lmx_lab.sanitize import escape_text
 
 Formats: TypeAlias = Mapping[str, Callable[[], bytes]]
 """The functions that return the content of a file, by the suffix of the file."""
@@ -32,7 +33,7 @@ def page(title: str, body: str, css: str = PAGE_CSS, head: str = "") -> str:
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{html.escape(title)}</title>
+<title>{html_text(title)}</title>
 <style>
 {css}</style>
 </head>
@@ -70,6 +71,11 @@ class Displayed:
         return page(type(self).__name__, html_of(self))
 
 
+def html_text(text: object) -> str:
+    """Return a text for a page or an ``svg`` element. Control characters and others that XML lacks are escaped."""
+    return html.escape(escape_text(str(text)))
+
+
 def html_of(result: object) -> str:
     """Return any object as HTML: as notebooks display it, a figure of matplotlib as an image, and others as text."""
     shown: Any = result
@@ -83,7 +89,7 @@ def html_of(result: object) -> str:
         # A class has its methods without an object.
         if hasattr(shown, name) and not isinstance(shown, type) and (text := getattr(shown, name)()) is not None:
             return str(text)
-    return f"<pre style='white-space:pre-wrap'>{html.escape(str(shown))}</pre>"
+    return f"<pre style='white-space:pre-wrap'>{html_text(shown)}</pre>"
 
 
 def write_file(path: str | os.PathLike[str], content: bytes) -> Path:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmx_lab.results.pages import Displayed
+from lmx_lab.results.pages import Displayed, html_text
+from lmx_lab.sanitize import escape_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,8 +29,11 @@ UNBROKEN = "text-align:left;white-space:nowrap"
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line of text for each row, in which the cells of a column begin at the same position."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    """Return a line for each row, in which the cells of a column begin at the same position. Unsafe characters are
+    escaped.
+    """
+    rows = [[escape_text(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
@@ -54,12 +57,12 @@ def html_table(
     styled = f" style='{style}'" if style else ""
 
     def cells(kind: str, row: Sequence[object], start: int = 0) -> str:
-        texts = (cell if isinstance(cell, Html) else html.escape(str(cell)) for cell in row)
+        texts = (cell if isinstance(cell, Html) else html_text(cell) for cell in row)
         marks = (" class='number'" if at in numbers else "" for at in itertools.count(start))
         return "".join(f"<{kind}{mark}{styled}>{text}</{kind[:2]}>" for text, mark in zip(texts, marks, strict=False))
 
     first = 1 if row_names else 0
-    above = f"<caption{styled}>{html.escape(caption)}</caption>" if caption else ""
+    above = f"<caption{styled}>{html_text(caption)}</caption>" if caption else ""
     head = f"<thead><tr>{cells('th scope=col', names)}</tr></thead>" if names else ""
     body = "".join(f"<tr>{cells('th scope=row', row[:first])}{cells('td', row[first:], first)}</tr>" for row in rows)
     return f"<table>{above}{head}<tbody>{body}</tbody></table>"
@@ -118,5 +121,5 @@ class RecordList(Displayed, list[T]):
     def _repr_html_(self) -> str:
         if self.nothing and not self:
             return self.nothing
-        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        notes = "".join(f"<div>{html_text(note)}</div>" for note in self.notes)
         return f"{html_table(self.columns, self._rows)}{notes}"

@@ -118,4 +118,6 @@ def test_texts_in_a_table_in_html_are_escaped_and_have_its_style():
         "<tbody><tr><th scope=row style='color:red'>&lt;b&gt;</th><td style='color:red'><i>x</i></td></tr>"
         "<tr><th scope=row style='color:red'>c</th><td style='color:red'>1</td></tr></tbody></table>"
     )
+    assert html_table(("\x1b",), [["\x1b[31m"]], caption="\x1b", style="").count("\\x1b") == 3
+    assert align_columns([["a\x1b", "b"]]) == ["a\\x1b  b"]
     assert html_table((), [["a"]]) == "<table><tbody><tr><td style='text-align:left'>a</td></tr></tbody></table>"
