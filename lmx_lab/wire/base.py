@@ -156,6 +156,8 @@ class FormatModel(LenientModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
+        if not self.model_extra:
+            return self
         known = self.names()
         # Of 256 unknown names, which a body may have, the comparison would take 50 ms.
         for name in [name for name in self.unknown if name not in known and name not in NOT_MISSPELT][:64]:
