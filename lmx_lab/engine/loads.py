@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from lmx_lab.engine.engines import engine_for
-from lmx_lab.errors import LabError, NotLoadedError
+from lmx_lab.errors import LabError, NotLoadedError, OutOfMemoryError
 from lmx_lab.values.engine import ModelChange, UnloadCause
 from lmx_lab.values.models import OPTIONS_OF_STAY, LoadReport, LoadSpec, ModelEntry, ModelEvent, Unloading, with_reason
 
 if TYPE_CHECKING:
-    from lmx_lab.engine.model import LoadedModel
+    from lmx_lab.engine.memory import Budget
+    from lmx_lab.engine.model import Engine, LoadedModel
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -290,6 +291,42 @@ async def within_limit(work: Coroutine[Any, Any, T], entry: ModelEntry, load_tim
             f"{entry.load_bytes / 1e9:.2f} GB; check its disk and its files, or set load_timeout_s "
             "(LMX_LAB_LOAD_TIMEOUT_S) to more seconds"
         ) from None
+
+
+async def check_loadable(
+    engine: Engine,
+    entry: ModelEntry,
+    spec: LoadSpec,
+    *,
+    room_bytes: int,
+    budget: Budget,
+    load_timeout_s: float | None,
+) -> None:
+    """Let an engine check a model before its load.
+
+    Args:
+        room_bytes: Memory that the model and its requests may use.
+
+    Raises:
+        UnusableModelError: see ``Engine.check``.
+        OutOfMemoryError: the model does not fit. If it would without the pressure of other programs, the message
+            names this pressure.
+        NotLoadedError: the check did not end in time.
+    """
+    pressure, limit_bytes, usual_bytes = budget.pressure, budget.limit_bytes, budget.unlowered_bytes
+    try:
+        await within_limit(engine.check(entry, spec, room_bytes=room_bytes), entry, load_timeout_s)
+    except OutOfMemoryError as exc:
+        if pressure is None or engine.memory.is_of_device:
+            raise
+        room_bytes += usual_bytes - limit_bytes
+        await within_limit(engine.check(entry, spec, room_bytes=room_bytes), entry, load_timeout_s)
+        raise OutOfMemoryError(
+            f"{entry.id} cannot be loaded while memory is short: {pressure}, so models may use "
+            f"{limit_bytes / 1e9:.2f} GB instead of {usual_bytes / 1e9:.2f} GB; end other programs and load it again, "
+            "or choose a smaller or more quantized model",
+            param=exc.param,
+        ) from exc
 
 
 def load_progress(entry: ModelEntry) -> ModelEvent:

@@ -22,7 +22,16 @@ from typing import Any, TypeVar
 
 from lmx_lab.engine.engines import Engines, choose_engine, share_memory
 from lmx_lab.engine.find import ModelFinder, with_draft
-from lmx_lab.engine.loads import Change, Drain, IfBusy, load_progress, load_report, same_options, within_limit
+from lmx_lab.engine.loads import (
+    Change,
+    Drain,
+    IfBusy,
+    check_loadable,
+    load_progress,
+    load_report,
+    same_options,
+    within_limit,
+)
 from lmx_lab.engine.lookup import (
     NONE_LOADED,
     InMemory,
@@ -306,9 +315,10 @@ class Residents:
             model = await self._find_loaded(entry, spec)
             if model is not None and (change.beside or not (self.change or self._replaces_main(model))):
                 return self._use_again(model, entry, change, spec)
-        # Only an earlier load is joined, so that two of them never wait for each other.
+        # Only an earlier load is joined, or one that has begun, so that two of them never wait for each other.
         earlier = self._changes[: self._changes.index(change)]
-        if (other := next((it for it in earlier if change.may_join(it)), None)) is not None:
+        begun = [self.change] if self.change is not None else []
+        if (other := next((it for it in (*earlier, *begun) if change.may_join(it)), None)) is not None:
             other.set_wait(spec.wait)
             report: LoadReport = await change.run(asyncio.shield(other.done))
             if (model := await self._find_loaded(entry, spec)) is not None:
@@ -476,36 +486,16 @@ class Residents:
     async def _check_loadable(
         self, entry: ModelEntry, spec: LoadSpec, *, without: Sequence[Model] = (), room_bytes: int | None = None
     ) -> None:
-        """Let an engine check a model.
+        """Let an engine check a model; see ``check_loadable``.
 
         Args:
             without: Models that leave memory first.
             room_bytes: Memory that it may use; by default what the models in memory leave.
-
-        Raises:
-            OutOfMemoryError: the model does not fit. If it would without the pressure of other programs, the message
-                names this pressure.
         """
-        engine, pressure = self._engines.of(entry), self._budget.pressure
-        limit_bytes, usual_bytes = self._budget.limit_bytes, self._budget.unlowered_bytes
         if room_bytes is None:
             room_bytes = self._engines.room_bytes(entry, [it for it in self.now.models if it not in without])
-
-        async def check(room_bytes: int) -> None:
-            await within_limit(engine.check(entry, spec, room_bytes=room_bytes), entry, self._settings.load_timeout_s)
-
-        try:
-            await check(room_bytes)
-        except OutOfMemoryError as exc:
-            if pressure is None or engine.memory.is_of_device:
-                raise
-            await check(room_bytes + usual_bytes - limit_bytes)
-            raise OutOfMemoryError(
-                f"{entry.id} cannot be loaded while memory is short: {pressure}, so models may use "
-                f"{limit_bytes / 1e9:.2f} GB instead of {usual_bytes / 1e9:.2f} GB; end other programs and load it "
-                "again, or choose a smaller or more quantized model",
-                param=exc.param,
-            ) from exc
+        engine, limit_s = self._engines.of(entry), self._settings.load_timeout_s
+        await check_loadable(engine, entry, spec, room_bytes=room_bytes, budget=self._budget, load_timeout_s=limit_s)
 
     async def check(self, spec: LoadSpec, *, beside: Sequence[ModelEntry] = ()) -> ModelEntry:
         """Check that a model can be loaded, without loading it, and return its files. They are downloaded if necessary.

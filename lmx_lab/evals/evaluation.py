@@ -397,7 +397,7 @@ class Evaluation(Displayed):
         each = f", {answers} answers each" if answers > 1 else ""
         scored = [answers[0] for answers in self._by_row if mean_score(answers) is not None]
         repeated = len(scored) - len({to_json([row.prompt, row.choices, row.expected]) for row in scored})
-        each += f"; {repeated} repeat another row, so the interval is too narrow" if repeated else ""
+        each += f"; rows that repeat another one: {repeated}, so the interval is too narrow" if repeated else ""
         state = "interrupted; " if self.interrupted else ""
         errors = f"; rows without a score: {self.errors}" if self.errors else ""
         lines = [

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +149,27 @@ async def test_loads_that_differ_only_in_how_long_the_model_stays_are_joined(lab
     state = lab.manager.snapshot.main
     assert (state.entry.id, state.pinned, state.ttl_s) == ("one", True, 600)
     assert [spec.model for spec in lab.engine.specs] == ["two", "one"]
+
+
+async def test_a_load_whose_files_are_found_later_joins_one_that_has_begun(lab, monkeypatch):
+    found, names, find = threading.Event(), [], lab.manager.catalog.find_formats
+
+    def find_slowly(name, **options):
+        names.append(name)
+        assert len(names) > 1 or found.wait(20)
+        return find(name, **options)
+
+    monkeypatch.setattr(lab.manager.catalog, "find_formats", find_slowly)
+    lab.engine.resume.clear()
+    first = asyncio.create_task(lab.manager.load(LoadSpec(model="one")))
+    await auntil(lambda: names)
+    second = asyncio.create_task(lab.manager.load(LoadSpec(model="one", pin=True)))
+    await auntil(lambda: lab.engine.specs)
+    found.set()
+    await asyncio.wait([first], timeout=0.2)
+    lab.engine.resume.set()
+    assert [(await each).model for each in (first, second)] == ["one", "one"]
+    assert len(lab.engine.specs) == 1
 
 
 async def test_an_encoder_that_is_loaded_in_two_ways_at_once_is_in_memory_once(lab):

@@ -137,7 +137,7 @@ def test_choices_are_scored(lab, tmp_path, chat_template):
 def test_choices_of_one_token_need_one_request(lab):
     rows = [{"text": "a", "right": "b"}] * 12
     result = lab.evaluate(rows, "{text}", answer="right", metric=Choice(["a", "b", "c"]))
-    assert "(12 rows; 11 repeat another row, so the interval is too narrow; " in repr(result)
+    assert "(12 rows; rows that repeat another one: 11, so the interval is too narrow; " in repr(result)
     assert "repeat" not in repr(lab.evaluate(FRAME, "{text}", answer="answer", n=2, store=False))
     assert result.df["request_id"].notna().all()
     assert result.df["logprobs"].map(len).eq(3).all()
