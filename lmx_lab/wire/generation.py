@@ -116,7 +116,6 @@ class Hints(BodyModel):
     """Fields that cannot change the answer. They are ignored, and named in the header ``x-lmx-ignored``."""
 
     # The chat format itself.
-    verbosity: Hint = None
     user: Hint = None
     metadata: Hint = None
     store: Hint = None
@@ -125,6 +124,7 @@ class Hints(BodyModel):
     prompt_cache_key: Hint = None
     prompt_cache_retention: Hint = None
     prompt_cache_options: Hint = None
+    verbosity: Hint = None
 
     # llama.cpp. The parameters of samplers have no effect while the samplers are off.
     cache_prompt: Hint = None
