@@ -1,7 +1,7 @@
 """Pydantic models of Anthropic's Messages format: the request of ``POST /v1/messages`` and its answer.
 
 The format is that of https://docs.anthropic.com/en/api/messages. Its clients send many fields that have no effect here.
-These are ignored, unlike in the chat format, and named in the header ``x-lmx-ignored``.
+These are ignored and named in the header ``x-lmx-ignored``.
 """
 
 from __future__ import annotations

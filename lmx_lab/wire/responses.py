@@ -1,7 +1,7 @@
 """Pydantic models of OpenAI's Responses format: the request of ``POST /v1/responses``, its answer and its events.
 
 The format is that of https://platform.openai.com/docs/api-reference/responses. Its clients send many fields that have
-no effect here. These are ignored, unlike in the chat format, and named in the header ``x-lmx-ignored``.
+no effect here. These are ignored and named in the header ``x-lmx-ignored``.
 """
 
 from __future__ import annotations
