@@ -389,7 +389,11 @@ class HostedLoop(LoopThread):
 
     async def _end(self) -> None:
         """Cancel all tasks and wait until they have ended, as ``asyncio.Runner`` does."""
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        current = asyncio.current_task()
+        # Since Python 3.14, a running loop lists only the tasks that the current thread has created.
+        asyncio._set_running_loop(None)
+        tasks = asyncio.all_tasks(self.loop) - {current}
+        asyncio._set_running_loop(self.loop)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
