@@ -13,6 +13,7 @@ import json
 import logging
 import sqlite3
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -171,6 +172,8 @@ class RecordStore:
             prepare=(lambda connection: None) if read_only else self._measure,
             read_only=read_only,
         )
+        # A list of requests has no end of its own, and Python warns of a connection that is deleted while open.
+        weakref.finalize(self, self._connection.close)
 
     @classmethod
     def in_memory(cls) -> RecordStore:
