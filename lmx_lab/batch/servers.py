@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from lmx_lab.backend import Backend
@@ -274,21 +275,18 @@ class ServerRun(ABC, Generic[ItemT]):
                 return
             server = min(free, key=lambda each: each.occupancy)
             server.begin()
-            self._start(self._use(server, self._ready.popleft()), "answer a row")
+            self._start(self._compute(self._ready.popleft(), server), "answer a row", server)
 
-    async def _use(self, server: RowServer, item: ItemT) -> None:
-        try:
-            await self._compute(item, server)
-        finally:
-            server.running -= 1
-
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _start(self, work: Coroutine[Any, Any, None], name: str, server: RowServer | None = None) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._end_task)
+        task.add_done_callback(partial(self._end_task, server))
 
-    def _end_task(self, task: asyncio.Task[None]) -> None:
+    def _end_task(self, server: RowServer | None, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if server is not None:
+            # Not in the task: between its end and this call, a run would seem to be complete without its error.
+            server.running -= 1
         if not task.cancelled():
             if (exc := task.exception()) is not None:
                 self._fail(exc if isinstance(exc, LabError) else LabError(f"{type(exc).__name__}: {exc}"))
