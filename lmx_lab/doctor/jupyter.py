@@ -222,6 +222,7 @@ def _get_status(url: str, token: str, answer_s: float) -> int | None:
         with opener.open(request, timeout=answer_s) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as exc:
-        return exc.code
+        with exc:
+            return exc.code
     except (OSError, ValueError):
         return None

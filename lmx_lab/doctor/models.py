@@ -88,7 +88,8 @@ def _request(url: str, timeout_s: float) -> str | None:
         urllib.request.urlopen(request, timeout=timeout_s).close()
     except urllib.error.HTTPError as exc:
         # "Not found" or "unauthorized" proves that the server is there; the error of a gateway does not.
-        return f"status {exc.code}" if exc.code >= 500 else None
+        with exc:
+            return f"status {exc.code}" if exc.code >= 500 else None
     except urllib.error.URLError as exc:
         return str(exc.reason.strerror if isinstance(exc.reason, OSError) and exc.reason.strerror else exc.reason)
     except (OSError, ValueError, HTTPException) as exc:
