@@ -184,7 +184,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.accepting = asyncio.Event()
+        self.accepting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.stopping = asyncio.Event()
 
     @contextlib.contextmanager
@@ -195,7 +195,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(BACKLOG)
-        self.accepting.set()
+        self.accepting.set_result(None)
 
     def stop(self) -> None:
         """Begin the shutdown."""
@@ -344,14 +344,11 @@ async def serve(
     async with anyio.create_task_group():
         pass
     running = RunningServer(server, lifespan, task, url, port)
-    accepting = asyncio.ensure_future(server.accepting.wait())
     try:
-        await asyncio.wait({accepting, task}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({server.accepting, task}, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         await running._abandon()
         raise
-    finally:
-        accepting.cancel()
     if task.done():
         await lifespan.end()
         # Raises the error that prevented the start.
