@@ -45,7 +45,9 @@ def json_text(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         # A lone surrogate would fail later, when the text is encoded.
         text.encode()
-    except (TypeError, ValueError, RecursionError) as exc:
+    except RecursionError as exc:
+        raise ValueError("cannot be written as JSON: it is nested too deeply") from exc
+    except (TypeError, ValueError) as exc:
         raise ValueError(f"cannot be written as JSON: {exc!s:.200}") from exc
     return text
 

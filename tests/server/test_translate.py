@@ -320,7 +320,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused():
     deep = {}
     for _ in range(100_000):
         deep = {"not": deep}
-    assert "recursion" in error_of(chat, response_format=schema(deep)).message
+    assert "nested too deeply" in error_of(chat, response_format=schema(deep)).message
 
 
 def test_the_largest_allowed_values_are_accepted():
