@@ -185,12 +185,13 @@ next(stream), next(stream)
 def test_a_forked_child_needs_clients_of_its_own():
     with answering(ALIVE) as server:
         output = run_script(f"""
-import os, sys
+import os, sys, warnings
 from lmx_lab.client.lab import LabClient
 from lmx_lab.errors import HostingError
 client = LabClient({server.url!r})
 unused = LabClient({server.url!r})
 assert client.version() == "0"
+warnings.filterwarnings("ignore", ".*multi-threaded.*fork")  # Python warns of any thread.
 child = os.fork()
 if not child:
     try:
@@ -210,13 +211,14 @@ print(client.version())
 @needs_fork
 def test_a_forked_child_does_not_affect_its_parents_streams(daemon):
     output = run_script(f"""
-import os
+import os, warnings
 from lmx_lab import blocking as stream
 from lmx_lab.client.daemon import DaemonClient
 stream.END_S = 3600.0
 client = DaemonClient.discover({str(daemon.folder.parent)!r})
 events = client.events(after=0)
 first = next(events).seq
+warnings.filterwarnings("ignore", ".*multi-threaded.*fork")  # Python warns of any thread.
 child = os.fork()
 if not child:
     events.close()
