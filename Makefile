@@ -66,9 +66,9 @@ lab: $(STAMP)
 	$(BIN)/python tools/course.py course
 	$(BIN)/jupyter lab $(LAB) --ServerApp.root_dir=. --LabApp.app_settings_dir=tools/jupyterlab course/00_quickstart.ipynb
 
-# Before the installation, which takes longer.
+# Checked before the installation, which takes minutes.
 has-curl:
-	@command -v curl > /dev/null || { echo "curl is needed, and not installed; on Debian or Ubuntu: apt-get install curl"; exit 1; }
+	@command -v curl > /dev/null || { echo "curl is not installed, and the demo and the tests need it; on Debian or Ubuntu: apt-get install curl"; exit 1; }
 
 demo: has-curl $(STAMP)
 	$(BIN)/python tools/demo.py notebooks/00_quickstart.ipynb
@@ -202,7 +202,7 @@ soak: setup
 screenshots: setup
 	$(BIN)/python -m tests.browser.screenshots docs/images
 
-# Writes the newest versions that support the lowest version of Python.
+# Writes the newest versions that run on Python 3.11, the lowest that is supported.
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet uv

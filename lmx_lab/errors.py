@@ -389,7 +389,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return a size in words; 1 GB is 10^9 bytes."""
+    """Return a size as text, such as ``270 MB``; 1 GB is 10^9 bytes."""
     for unit, size, digits in (("GB", 10**9, 2), ("MB", 10**6, 0), ("kB", 10**3, 0)):
         if count >= size:
             return f"{count / size:.{digits}f} {unit}"
@@ -416,7 +416,7 @@ def did_you_mean(name: str, known: Iterable[str], *, similarity: float = 0.6) ->
     """Return a phrase for an error message that suggests the most similar known name; empty if none is similar.
 
     Args:
-        similarity: The least similarity of names, from 0 to 1, which is that of equal names.
+        similarity: The lowest similarity of a name that is suggested, from 0 to 1 (equal names).
     """
     names = list(known)
     other = OTHER_NAMES.get(name)

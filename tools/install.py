@@ -88,7 +88,10 @@ def install_with_uv(commands: Sequence[Sequence[str]]) -> bool:
         text = "".join(output)
         # pip would try older versions of every package, for hours, and find no solution either.
         if "No solution found" in text and "not found" not in text:
-            sys.exit("no versions fit this version of Python and tools/constraints/all.txt; the reason is above")
+            sys.exit(
+                "no versions fit this version of Python and tools/constraints/all.txt; the reason is above. Use "
+                "another version of Python, or run make lock after a change of pyproject.toml"
+            )
         print("uv failed", flush=True)
         return False
     return True

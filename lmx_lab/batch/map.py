@@ -158,7 +158,7 @@ async def prepare_run(
     n, seed = whole_number(n, "n", low=1), None if seed is None else whole_number(seed, "seed")
     for name, remedy in NOT_USED.items():
         if name in parameters:
-            raise InvalidRequestError(f"tables have no parameter {name}: {remedy}", param=name)
+            raise InvalidRequestError(f"map and evaluate have no parameter {name}: {remedy}", param=name)
     if errors not in ("row", "raise"):
         raise InvalidRequestError(f"errors is {errors!r:.40}; it must be 'row' or 'raise'", param="errors")
     if retry not in (None, "errors"):

@@ -153,14 +153,14 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """How a measured value is shown and compared."""
+    """Describes how a measured value is shown and compared."""
 
     label: str = ""
     """Label of an axis."""
     heading: str = ""
     """Heading of a column in a terminal, in two lines."""
     by_client: bool = True
-    """Whether it is compared by default, because this process measures it for all servers."""
+    """Whether this process measures it, so that it is known for all servers. Only these are compared by default."""
     of_tokens: bool = False
     """Whether it counts pieces instead of tokens if the server does not report usage."""
     of_length: bool = False
@@ -168,7 +168,7 @@ class Metric:
 
 
 def _metric(label: str, **options: Any) -> Any:
-    """Return the field of a metric, which summaries, comparisons and plots show."""
+    """Return the dataclass field of a metric. Summaries, comparisons and plots show it."""
     return field(default=None, metadata={"metric": Metric(label=label, **options)})
 
 

@@ -344,7 +344,7 @@ def write_stream_request(body: Mapping[str, Any]) -> bytes:
     """Return the JSON of a request for a streamed answer with its usage.
 
     Raises:
-        InvalidRequestError: it contains a value that JSON does not have.
+        InvalidRequestError: a value cannot be written as JSON.
     """
     sent = {"stream": True, "stream_options": {"include_usage": True}, **body}
     try:

@@ -201,7 +201,7 @@ class Computation(Protocol[Row]):
 
     @property
     def judge(self) -> Callable[[Generation[Row]], Verdict] | None:
-        """Decides whether a generation may have a slot now. It may free memory for it. None always allows it."""
+        """Decides whether a generation may have a slot now, and may free memory for it; None always allows it."""
 
     def begin(self, generation: Generation[Row], /) -> None:
         """Start to compute a generation, which has a slot."""

@@ -175,7 +175,7 @@ class Engines:
         return engine.memory.limit - sum(it.memory_bytes for it in models if share_memory(engine, self.of(it.entry)))
 
     def memory(self, models: Iterable[LoadedModel[Any]]) -> EngineMemory:
-        """Return the memory of all engines together, with that of a GPU.
+        """Return the memory of all engines together, including the memory of a GPU.
 
         Args:
             models: The models in memory.

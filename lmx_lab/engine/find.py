@@ -141,13 +141,13 @@ class ModelFinder:
 async def with_draft(
     entry: ModelEntry, spec: LoadSpec, find: Callable[[LoadSpec], Awaitable[ModelEntry]]
 ) -> ModelEntry:
-    """Return the model with the draft model of the load, if it has one: in the same format, for the same engine.
+    """Return the model with the draft model that the load names, if any; it runs on the same engine.
 
     Args:
         find: Returns the files of the draft model.
 
     Raises:
-        ModelNotFoundError, UnusableModelError, NotLoadedError: as ``find``; for the draft model.
+        ModelNotFoundError, UnusableModelError, NotLoadedError: see ``find``; they refer to the draft model.
     """
     # The echo engine needs no drafts.
     if spec.draft is None or entry.draft is not None or entry.format == "echo":

@@ -309,8 +309,8 @@ async def check_loadable(
 
     Raises:
         UnusableModelError: see ``Engine.check``.
-        OutOfMemoryError: the model does not fit. If it would without the pressure of other programs, the message
-            names this pressure.
+        OutOfMemoryError: the model does not fit. If it would fit without the memory pressure of other programs, the
+            message names the pressure.
         NotLoadedError: the check did not end in time.
     """
     pressure, limit_bytes, usual_bytes = budget.pressure, budget.limit_bytes, budget.unlowered_bytes

@@ -14,8 +14,8 @@ from lmx_lab.values.steering import SteeringVector
 from lmx_lab.values.tracing import TraceWork
 
 MIN_GAIN_TOKENS = 32
-"""Minimum number of tokens for which a state is saved, or read although a part is in memory. Computing fewer takes
-about as long as the file."""
+"""Minimum number of tokens by which a state must exceed those on disk to be saved, and those in memory to be read.
+Computing fewer tokens takes about as long as reading the file."""
 SHARED = "*"
 """The scope of prefixes that all callers may use."""
 

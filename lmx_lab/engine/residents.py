@@ -315,7 +315,7 @@ class Residents:
             model = await self._find_loaded(entry, spec)
             if model is not None and (change.beside or not (self.change or self._replaces_main(model))):
                 return self._use_again(model, entry, change, spec)
-        # Only an earlier load is joined, or one that has begun, so that two of them never wait for each other.
+        # A load joins only an earlier load, or one that has begun, so that two loads never wait for each other.
         earlier = self._changes[: self._changes.index(change)]
         begun = [self.change] if self.change is not None else []
         if (other := next((it for it in (*earlier, *begun) if change.may_join(it)), None)) is not None:

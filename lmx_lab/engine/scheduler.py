@@ -73,7 +73,7 @@ class _Entry:
 
 
 class Scheduler(Generic[Key]):
-    """Orders requests, of which it stores a key, the client, and whether the prompt is short.
+    """Orders requests. It stores the key and the client of each request, and whether its prompt is short.
 
     Times are seconds of the clock that the engine uses.
     """

@@ -167,7 +167,7 @@ class Answer:
         while not self._closed:
             if mailbox.deltas:
                 deltas, mailbox.deltas = mailbox.deltas, []
-                # Nearly always there is only one.
+                # There is nearly always only one delta.
                 delta = deltas[0] if len(deltas) == 1 else merge_deltas(deltas)
                 self._count(delta)
                 return delta

@@ -48,7 +48,7 @@ class Evaluation(Displayed):
         rows: The rows in the order of the table.
         id: The evaluation's id in ``lab.experiments``; None if it is not stored.
         index: The index of the table; None if only the labels of the rows are known.
-        interrupted: Whether the run was interrupted, so that rows have no score.
+        interrupted: Whether the run was interrupted, so that some rows have no score.
     """
 
     interrupted = False

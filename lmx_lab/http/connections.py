@@ -104,7 +104,7 @@ class HttpProtocol(H11Protocol):
     is_half_closed = False
     """Whether the client has ended its own side of the connection. It may still read."""
     keep_alive: Callable[[], None] | None = None
-    """Writes a part of the current response that its client ignores, if the client accepts data."""
+    """Adds a part to the current response that its client ignores. Does nothing if the client accepts no data."""
     _framing_bytes = 0
     """Number of bytes by which the framing of the current chunked body exceeds its data."""
 

@@ -155,7 +155,7 @@ class LivePolicy:
         self.replace(make, depends_on)
 
     def replace(self, make: Callable[[], GuardPolicy], depends_on: Callable[[], object]) -> None:
-        """Build another policy from now on."""
+        """Use another policy from now on. The arguments are those of the class."""
         self._make = make
         self._depends_on = depends_on
         self._value = depends_on()

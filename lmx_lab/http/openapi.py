@@ -39,7 +39,7 @@ NO_422 = "4XX"
 
 
 def reference(model: type) -> dict[str, str]:
-    """Return a reference to a schema in the document, or the schema of any object for ``dict``."""
+    """Return a reference to a schema in the document; for ``dict``, the schema of any object."""
     return {"type": "object"} if model is dict else {"$ref": SCHEMA_REF.format(model=model.__name__)}
 
 

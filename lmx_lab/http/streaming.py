@@ -73,7 +73,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope.get("lmx_lab.request_id", "")
-        # None if another server than ``uvicorn_server`` runs the application, which then sends no keep-alives.
+        # None if a server other than ``uvicorn_server`` runs the application; no keep-alives are sent then.
         self._connection = (scope.get("extensions") or {}).get("lmx_lab.connection")
         silence_s = math.inf
         if self._keep_alive is not None and self._connection is not None:
@@ -83,9 +83,9 @@ class EventStream(StreamingResponse):
         await super().__call__(scope, receive, send)
 
     def write(self, texts: Iterable[str]) -> bool:
-        """Send texts that the iterator does not yield, in a callback of the event loop. The iterator must be waiting.
+        """Send additional texts while the iterator is waiting. Call this in a callback of the event loop.
 
-        Returns whether they can be sent now. If not, none of them was read.
+        Returns whether the texts can be sent now. If not, none of them is read.
         """
         connection = self._connection
         if connection is None or not connection.accepts_parts:
@@ -187,8 +187,7 @@ class SendWatch:
     Args:
         limit_s: Returns the time for which the client may accept no data. Called at each check while ``send`` waits,
             because computing it may be expensive.
-        on_silence: Called when no data were sent for ``silence_s``, unless ``send`` waits. If it sends data, it is
-            called again after the same time.
+        on_silence: Called at each check if no data have been sent for ``silence_s``, unless ``send`` waits.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class SendWatch:
         self._silence_s = silence_s
         self._check_s = min(CHECK_S, silence_s)
         self.silent_s = 0.0
-        """Time in seconds without data, up to the last check. Other functions that send data set it to 0."""
+        """Seconds without data, up to the last check. Code that sends data without ``send`` sets it to 0."""
         self._sending = 0
         """Number of ``send`` calls that wait for the client."""
         self.blocked_s = 0.0

@@ -172,7 +172,7 @@ class RecordStore:
             prepare=(lambda connection: None) if read_only else self._measure,
             read_only=read_only,
         )
-        # A list of requests has no end of its own, and Python warns of a connection that is deleted while open.
+        # Callers do not close a list of requests, and Python warns about a connection that is deleted while open.
         weakref.finalize(self, self._connection.close)
 
     @classmethod

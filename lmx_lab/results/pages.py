@@ -72,7 +72,7 @@ class Displayed:
 
 
 def html_text(text: object) -> str:
-    """Return a text for a page or an ``svg`` element. Control characters and others that XML lacks are escaped."""
+    """Return a text for a page or an ``svg`` element. Control characters and others that XML forbids are escaped."""
     return html.escape(escape_text(str(text)))
 
 

@@ -29,7 +29,7 @@ UNBROKEN = "text-align:left;white-space:nowrap"
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, in which the cells of a column begin at the same position. Unsafe characters are
+    """Return one line for each row. The cells of a column begin at the same position, and unsafe characters are
     escaped.
     """
     rows = [[escape_text(cell) for cell in row] for row in rows]

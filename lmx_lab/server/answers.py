@@ -53,7 +53,7 @@ class StreamWriter(Protocol):
         return ()
 
     def delta(self, index: int, delta: Delta) -> Iterator[str]:
-        """Yield a part of a choice. The writer changes only when the first text is read."""
+        """Yield the texts of a delta. The state of the writer changes only when the first text is read."""
 
     def end(self, index: int, report: GenerationReport) -> Iterable[str]:
         """Return what comes after the last delta of a choice."""

@@ -188,7 +188,7 @@ class ChunkWriter(AnswerWriter):
         self._head = f'{json_text(self._shared)[:-1]},"choices":['
 
     def _timings(self, index: int, delta: Delta) -> str:
-        """Return the end of the chunks of a delta: the timings so far."""
+        """Return the last field of the chunks of a delta: the timings so far."""
         return f',"timings":{self._running.timings(index, delta).model_dump_json()}'
 
     def finish(self, reports: Sequence[Sequence[GenerationReport]]) -> Iterator[str]:

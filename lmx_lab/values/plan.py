@@ -104,7 +104,7 @@ class LoadPlan(Displayed):
     unload: tuple[str, ...] = ()
     """Ids of the models that have to be unloaded, if ``fits`` is ``after-unloading``; least recently used first."""
     memory_pressure: str | None = None
-    """Why ``limit_bytes`` is lower now than usual: the machine is short of memory. None if it is not."""
+    """Why the machine is short of memory, if ``limit_bytes`` is therefore lower than usual; None otherwise."""
 
     @property
     def verdict(self) -> str:

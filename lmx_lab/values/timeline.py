@@ -70,10 +70,11 @@ class StepLog:
         requests: int = 0,
         kv_bytes: int = 0,
     ) -> None:
-        """Record a step. Several tokens of one step of the engine are one step here.
+        """Record a step. Consecutive calls with the same ``kind`` and ``step`` are merged.
 
         Args:
-            start: None stands for the end of the last step, or for the arrival of the request.
+            start: None means the end of the last step, or the arrival of the request for the first step.
+            step: Number of the engine's step; 0 if the step has none and is not merged.
         """
         values, code = self._values, KINDS.index(kind)
         if step and values and values[-3] == step and values[-FIELDS] == code:

@@ -243,8 +243,8 @@ class LlamaRequest(FormatModel):
     return_tokens: bool | None = None
     """Whether a complete answer contains the ids of its tokens. Streams always contain them."""
     response_fields: FieldPaths | None = None
-    """The members of a complete answer, or of the last event of a stream, such as ``generation_settings/seed``; by
-    default all."""
+    """The members to return in a complete answer or in the last event of a stream, such as
+    ``generation_settings/seed``; by default all."""
 
     @classmethod
     def names(cls) -> Collection[str]:

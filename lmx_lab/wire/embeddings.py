@@ -66,13 +66,13 @@ class EmbeddingsBody(FormatModel):
     # A field of the format that has no effect here.
     user: str | None = None
 
-    # Fields of vLLM and Jina that are not supported; only values without effect are valid.
+    # Fields of vLLM and Jina that are not supported. Only values without effect are valid.
     truncate_prompt_tokens: Annotated[Any, Neutral("limits of tokens per text (send truncate)")] = None
     add_special_tokens: Annotated[Any, Neutral("texts without special tokens", (True,))] = None
-    normalize: Annotated[Any, Neutral("vectors of other lengths (use /embedding)", (True,))] = None
-    normalized: Annotated[Any, Neutral("vectors of other lengths (use /embedding)", (True,))] = None
-    embed_dtype: Annotated[Any, Neutral("other types of numbers", ("float32",))] = None
-    endianness: Annotated[Any, Neutral("other orders of bytes", ("native", "little"))] = None
+    normalize: Annotated[Any, Neutral("vectors that are not normalized (use /embedding)", (True,))] = None
+    normalized: Annotated[Any, Neutral("vectors that are not normalized (use /embedding)", (True,))] = None
+    embed_dtype: Annotated[Any, Neutral("other number types", ("float32",))] = None
+    endianness: Annotated[Any, Neutral("other byte orders", ("native", "little"))] = None
     task: Annotated[Any, Neutral("tasks (send input_type)")] = None
     late_chunking: Annotated[Any, Neutral("vectors of chunks", (False,))] = None
 

@@ -58,8 +58,8 @@ class ErrorBody(BaseModel):
 def validated(shape: type[Shape], fields: Fields | Shape, *, ignores_unknown: bool = False) -> Shape:
     """Return a request of this class with these fields. A request of this class is returned unchanged.
 
-    Unknown fields are also refused in the formats of other servers, because a caller in Python does not see the header
-    that names ignored fields, unless ``ignores_unknown`` is true.
+    Unknown fields are refused unless ``ignores_unknown`` is true, also in the formats of other servers: a caller in
+    Python does not see the header that names ignored fields.
 
     Values that are instances of pydantic models are not validated again. Numbers and arrays of NumPy are read as
     Python's.

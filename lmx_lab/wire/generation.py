@@ -225,9 +225,9 @@ class CompatibleFields(GenerationFields, Hints):
     stop_token_ids: Annotated[Any, Neutral("stop tokens (send stop)", ([],))] = None
     prompt_logprobs: Annotated[Any, Neutral("scores of a prompt (send echo to /v1/completions)", (False,))] = None
     truncate_prompt_tokens: Annotated[Any, Neutral("truncated prompts", (-1,))] = None
-    logits_processors: Annotated[Any, Neutral("processors of logits", ([],))] = None
+    logits_processors: Annotated[Any, Neutral("logits processors", ([],))] = None
     vllm_xargs: Annotated[Any, Neutral("arguments of vLLM's plugins", ({},))] = None
-    repetition_detection: Annotated[Any, Neutral("ends of repetitive answers")] = None
+    repetition_detection: Annotated[Any, Neutral("answers that end when they repeat themselves")] = None
     adaptive_target: Annotated[Any, Neutral("adaptive-p samplers", (-1,))] = None
     mm_processor_kwargs: Annotated[Any, Neutral("inputs other than text", ({},))] = None
     plugins: Annotated[Any, Neutral("plugins", ([],))] = None

@@ -61,8 +61,7 @@ Documents = TypeAliasType(
 
 
 class ScoringBody(FormatModel):
-    """What requests for scores in vLLM's form share: fields that are not supported; only the value without effect is
-    valid."""
+    """The unsupported fields that requests for scores share in vLLM's format. Only values without effect are valid."""
 
     priority: Annotated[Any, Neutral("priorities", (0,))] = None
     max_tokens_per_query: Annotated[Any, Neutral("truncated queries", (0,))] = None
@@ -124,7 +123,7 @@ class TextsRerankBody(FormatModel):
     truncate: bool | None = False
     raw_scores: bool | None = False
 
-    # Fields that are not supported; only values without effect are valid.
+    # Fields that are not supported. Only values without effect are valid.
     documents: Annotated[Any, Neutral("documents in addition to texts")] = None
     truncation_direction: Annotated[Any, Neutral("truncations at the beginning of a text", ("right", "Right"))] = None
 
@@ -239,7 +238,7 @@ class ScoreBody(ScoringBody):
     use_activation: bool | None = True
     """Whether the activation that the model's files name is applied."""
     user: str | None = None
-    max_tokens_per_doc: Annotated[Any, Neutral("limits of this name (send truncate_prompt_tokens)", (0,))] = None
+    max_tokens_per_doc: Annotated[Any, Neutral("limits of tokens per text (send truncate_prompt_tokens)", (0,))] = None
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:

@@ -364,7 +364,7 @@ class MessageToolCall(LenientModel):
     id: str | None = None
     """Without an id, the results in the next messages belong to the calls in their order."""
     type: NonEmpty | None = "function"
-    """Calls of other types than ``function`` and ``custom`` are those of a service's own tools."""
+    """Types other than ``function`` and ``custom`` are those of tools that a service runs itself."""
     function: CalledFunction | None = None
     custom: CustomCall | None = None
 

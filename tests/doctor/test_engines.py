@@ -116,7 +116,7 @@ def test_an_engine_that_is_not_installed_is_a_note(home, monkeypatch):
 
 def test_an_engine_without_its_system_library_is_bad_and_mlx_runs_its_models(home, monkeypatch):
     missing = missing_part(("libabsent.so.9",))
-    assert missing.startswith("needs the system library libabsent.so.9, which is missing; on Debian or Ubuntu: apt-get")
+    assert missing.startswith("lacks the system library libabsent.so.9; on Debian or Ubuntu: apt-get")
     monkeypatch.setattr(engines_module, "missing_part", lambda: missing)
     (found,) = check_engines(Settings(home=home))
     assert (found.topic, found.verdict) == ("llama.cpp", "bad")

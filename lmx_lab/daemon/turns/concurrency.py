@@ -97,8 +97,9 @@ class ShieldedTasks:
 def shielded(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Decorate a method whose calls are completed even if their caller is cancelled, as ``shielded_tasks`` of its
-    object.
+    """Decorate a method so that each call is completed even if its caller is cancelled.
+
+    The calls run as tasks in ``shielded_tasks`` of the object.
     """
 
     @functools.wraps(method)

@@ -192,7 +192,7 @@ class AnswerSampler:
         self._text = text
         self._sampling = sampling
         self._min_tokens = math.inf if ignore_eos else min_tokens
-        """Number of tokens up to which the text is repeated after its end."""
+        """The text is repeated until the answer has this number of tokens."""
         self._at = 0
         """Number of tokens chosen so far."""
         self._on_text = True

@@ -94,7 +94,7 @@ UNENFORCEABLE = (
 REFUSED_BY_LLGUIDANCE = (*SCHEMAS_BY_NAME, *SCHEMA_LISTS, "minLength", "pattern")
 """Keywords that llguidance refuses if it cannot enforce their values."""
 UNENFORCEABLE_PATTERN = re.compile(r"\(\?(?:<?[=!]|[>#])|\\[1-9BCE-OQRTUVXYabeg-moqy]")
-"""What a pattern cannot contain: look-around, boundaries of words, references to groups, and unknown escapes."""
+"""What a pattern cannot contain: look-around, word boundaries, back-references, and unknown escapes."""
 PATTERN_PART = re.compile(
     r"\\c[A-Za-z]|\\[pPux]\{[^}]*\}|\\.|\.|\[\^?(?:\\.|[^\]\\])*\]|\{,(?=[0-9]+\})|\{(?![0-9]+(?:,[0-9]*)?\})",
     re.DOTALL,

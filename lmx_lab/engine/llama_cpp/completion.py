@@ -304,7 +304,10 @@ class AnswerReader:
         return generation.finish is None and self._tokens_before < tokens <= generation.output_tokens
 
     def ends_step(self, generation: LlamaGeneration, chunk: Mapping[str, Any]) -> bool:
-        """Return whether the last event of a request ends only this request of an answer that ``needs_steps``."""
+        """Return whether the last event of a request ends only a step, and not the answer; see ``needs_steps``.
+
+        If it ends only a step, this sets ``step_tokens`` for the next one.
+        """
         if not needs_steps(generation.request, generation.grammar):
             return False
         if chunk["stop_type"] != "limit" or self._tokens_before + self.step_tokens >= generation.max_tokens:

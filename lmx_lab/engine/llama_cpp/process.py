@@ -29,7 +29,7 @@ from lmx_lab.settings import without_secrets
 SCRIPT = Path(__file__).with_name("worker.py")
 PACKAGE = "xllamacpp"
 LIBRARIES = ("libgomp.so.1",) if sys.platform == "linux" else ()
-"""System libraries that the package needs and small systems, such as images of containers, do not have."""
+"""System libraries that the package needs, and that small container images do not have."""
 LOAD_MEASURE_S, MEASURE_S = 0.2, 1.0
 """Intervals at which the memory of the process is compared with its limit: while it loads a model, and later."""
 STACK_BYTES = 2**30
@@ -60,7 +60,9 @@ OUT_OF_MEMORY = re.compile(r"failed to allocate|out of memory|cannot allocate|ba
 
 
 def missing_part(libraries: Sequence[str] = LIBRARIES) -> str | None:
-    """Return what llama.cpp lacks in this environment and how to install it, to follow its name; None if nothing.
+    """Return what llama.cpp lacks in this environment and how to install it; None if it lacks nothing.
+
+    The text is a predicate that follows the name of llama.cpp in a sentence.
 
     Args:
         libraries: The system libraries that it needs.
@@ -71,9 +73,7 @@ def missing_part(libraries: Sequence[str] = LIBRARIES) -> str | None:
         try:
             ctypes.CDLL(library)
         except OSError:
-            return (
-                f"needs the system library {library}, which is missing; on Debian or Ubuntu: apt-get install libgomp1"
-            )
+            return f"lacks the system library {library}; on Debian or Ubuntu: apt-get install libgomp1"
     return None
 
 
@@ -84,7 +84,7 @@ def require_installed(path: Path) -> None:
         path: The file to load, for the message.
 
     Raises:
-        UnusableModelError: one is not installed; the message has the command that installs it.
+        UnusableModelError: one of them is not installed; the message has the command that installs it.
     """
     if (missing := missing_part()) is not None:
         raise UnusableModelError(
