@@ -343,10 +343,12 @@ class Evaluation(Displayed):
         else:
             found = [row for row in self.rows if comparable(row.label) == comparable(label)]
         if len(found) != 1:
+            given = f"{len(found) or 'no'} rows have the label {label!r:.80}"
+            if position is not None:
+                given = f"no row has the position {position!r:.80}"
             raise InvalidRequestError(
-                f"{len(found) or 'no'} rows have the label {label!r:.80}; pass one of df.index, or position=0 to "
-                f"{len(self.rows) - 1}",
-                param="label",
+                f"{given}; pass one of df.index, or position=0 to {len(self.rows) - 1}",
+                param="label" if position is None else "position",
             )
         (row,) = found
         if self._backend is None:

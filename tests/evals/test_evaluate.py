@@ -60,6 +60,8 @@ def test_rows_are_scored_except_rows_with_errors(lab):
         result.lens("c")
     with pytest.raises(InvalidRequestError, match="no rows have the label 'z'"):
         result.lens("z")
+    with pytest.raises(InvalidRequestError, match=f"no row has the position {len(result.rows)}; pass .* position=0 to"):
+        result.lens("b", position=len(result.rows))
     without_role = lab.evaluate(["a"], lambda row: [{"content": row["text"]}], answer="text", store=False)
     with pytest.raises(InvalidRequestError, match=r"row 0 has no valid prompt: .*role"):
         without_role.lens(0, choice="a")
