@@ -346,7 +346,7 @@ def write_stream_request(body: Mapping[str, Any]) -> bytes:
     Raises:
         InvalidRequestError: a value cannot be written as JSON.
     """
-    sent = {"stream": True, "stream_options": {"include_usage": True}, **body}
+    sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         return json.dumps(sent, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     except (TypeError, ValueError) as exc:
