@@ -10,7 +10,7 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lmx_lab.results.pages import Displayed, Formats, html_text
 
@@ -319,6 +319,19 @@ class HeatMap(Picture):
     cell: tuple[float, float] = (18.0, 18.0)
     """Width and height of a cell."""
 
+    def with_values(self, digits: int = 2) -> HeatMap:
+        """Return the map with the value of each cell as text, after the text that the cell has."""
+        texts = [
+            [
+                f"{self.texts[at][column] if self.texts else ''} {format_signed(value, digits)}".strip()
+                for column, value in enumerate(row)
+            ]
+            for at, row in enumerate(self.values)
+        ]
+        longest = max((_width(text) for row in texts for text in row), default=0.0)
+        width, height = self.cell
+        return replace(self, texts=texts, cell=(max(width, longest + 6), max(height, 14.0)))
+
     @property
     def _size(self) -> tuple[float, float]:
         """Width and height of a cell as it is drawn. Cells without texts are narrower if there are many."""
@@ -445,6 +458,12 @@ class HeatMap(Picture):
                 f'transform="rotate(-90 {x:.1f} {bottom:.1f})">{html_text(_clip(self.columns[at]))}</text>'
             )
         return parts
+
+
+def format_signed(value: float, digits: int) -> str:
+    """Format a value with a minus sign of the width of a digit; a value that is not known is empty."""
+    # Adding 0 removes the sign of a negative zero.
+    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "\N{MINUS SIGN}") if math.isfinite(value) else ""
 
 
 def _width(text: str) -> float:

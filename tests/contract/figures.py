@@ -227,15 +227,13 @@ class Cells(Html):
         return Picture(page=page, area=area, places=places, ends=corners, levels=levels, texts=texts)
 
 
-class CellsWithTexts(Cells):
-    name = "heat map with texts"
+class CellsWithValues(Cells):
+    name = "heat map with values"
 
     def draw(self, values, name=NAME):
         columns = [str(at) for at in range(len(values))]
-        texts = [[f"{value:.2f}" for value in values]]
-        return HeatMap(
-            title="Values", values=[values], rows=[name], columns=columns, row_axis="row", unit="unit", texts=texts
-        ).svg()
+        drawn = HeatMap(title="Values", values=[values], rows=[name], columns=columns, row_axis="row", unit="unit")
+        return drawn.with_values().svg()
 
 
 def rectangle(element):
@@ -419,7 +417,7 @@ RENDERERS = (
     LineImage(),
     ProbeChart(),
     Cells(),
-    CellsWithTexts(),
+    CellsWithValues(),
     Attention(),
     Patching(),
     Attribution(),

@@ -18,9 +18,9 @@ class Texts:
         self.jobs = Jobs()
         self.admission = AdmissionControl("minilm", limit=4)
 
-    def start(self, work, *, started=True, **options):
+    def start(self, work, *, started=True):
         (permit,) = self.admission.admit(1)
-        return self.jobs.start(work, permit, is_started=lambda: started, **options)
+        return self.jobs.start(work, permit, is_started=lambda: started)
 
 
 async def succeed():
@@ -33,8 +33,8 @@ async def fail(error):
 
 async def test_a_job_returns_its_result_and_releases_its_permit():
     texts = Texts()
-    job, trace = texts.start(succeed()), texts.start(succeed(), started=False, is_encoding=False)
-    assert (len(texts.jobs), texts.jobs.running, texts.jobs.encoding, texts.admission.active) == (2, 1, 1, 2)
+    job, trace = texts.start(succeed()), texts.start(succeed(), started=False)
+    assert (len(texts.jobs), texts.jobs.running, texts.admission.active) == (2, 1, 2)
     assert (await job, await trace) == ("done", "done")
     assert (len(texts.jobs), texts.admission.active) == (0, 0)
 

@@ -48,8 +48,7 @@ def test_a_figure_of_matplotlib_is_saved_in_the_same_formats(tmp_path, suffix):
 
 def test_a_map_that_is_too_wide_for_an_image_has_fewer_pixels(tmp_path):
     columns = [str(at) for at in range(800)]
-    texts = [["0.50"] * 800]
-    wide = HeatMap(title="Values", values=[[0.5] * 800], rows=["a"], columns=columns, texts=texts, cell=(50.0, 12.0))
+    wide = HeatMap(title="Values", values=[[0.5] * 800], rows=["a"], columns=columns, cell=(50.0, 12.0)).with_values()
     assert 60_000 < imread(wide.save(tmp_path / "wide.png")).shape[1] < 65_536
 
 
@@ -78,9 +77,15 @@ def test_what_is_not_a_path_is_refused(path):
         SIGNED.save(path)
 
 
-def test_a_heat_map_has_a_scale_with_signs():
+def test_a_heat_map_has_a_scale_with_signs_and_its_values_on_request():
     texts = [text.text for text in ElementTree.fromstring(SIGNED.svg()).iter("text")]
     assert texts[-4:] == ["\N{MINUS SIGN}2.5", "0", "2.5", "logits; grey: no value"]
+    shown = SIGNED.with_values(1)
+    assert shown.texts == [["\N{MINUS SIGN}2.5", "0.2", ""]]
+    assert HeatMap(title="", values=[[-0.001]], rows=["a"], columns=["x"]).with_values().texts == [["0.00"]]
+    words = HeatMap(title="", values=[[0.5]], rows=["a"], columns=["x"], texts=[["word"]])
+    assert words.with_values().texts == [["word 0.50"]]
+    assert words.with_values().cell[0] > words.cell[0]
 
 
 def test_any_object_is_shown_as_a_notebook_displays_it():

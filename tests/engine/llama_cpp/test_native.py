@@ -260,7 +260,7 @@ async def test_a_draft_model_does_not_change_answers(smollm2_gguf, tiny_gguf, tm
             assert (manager.snapshot.totals.drafted_tokens > total) == (draft is not None)
             # The file of another model, whose tokens are not the same.
             with pytest.raises(
-                UnusableModelError, match=r"vocabulary of 49,152 tokens and smollm2 one of 49,152, and "
+                UnusableModelError, match=r"vocabulary of 49,152 tokens and smollm2 one of 49,152; different tokens: "
             ):
                 await load_entry(manager, entry_of(smollm2_gguf, "smollm2"), replace(spec, draft=str(caller_gguf)))
     assert answers[1:] == [answers[0]] * 2
