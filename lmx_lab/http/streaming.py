@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,17 +70,20 @@ class EventStream(StreamingResponse):
         self._blocked_limit_s = blocked_limit_s
         self._request_id = ""
         self._connection: HttpProtocol | None = None
+        self._sending: asyncio.Task[None] | None = None
+        """The last keep-alive that had to wait for the client."""
         self._watch: SendWatch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._request_id = scope.get("lmx_lab.request_id", "")
-        # None if a server other than ``uvicorn_server`` runs the application; no keep-alives are sent then.
+        # None if a server other than ``uvicorn_server`` runs the application, such as that of Ray.
         self._connection = (scope.get("extensions") or {}).get("lmx_lab.connection")
-        silence_s = math.inf
-        if self._keep_alive is not None and self._connection is not None:
-            self._connection.keep_alive = self._write_keep_alive
+        silence_s, write = math.inf, partial(self._write_keep_alive, send)
+        if self._keep_alive is not None:
             silence_s = scope["app"].state.limits.keep_alive_s
-        self._watch = SendWatch(self._blocked_limit_s, on_silence=self._write_keep_alive, silence_s=silence_s)
+            if self._connection is not None:
+                self._connection.keep_alive = write
+        self._watch = SendWatch(self._blocked_limit_s, on_silence=write, silence_s=silence_s)
         await super().__call__(scope, receive, send)
 
     def write(self, texts: Iterable[str]) -> bool:
@@ -95,9 +99,18 @@ class EventStream(StreamingResponse):
             self._watch.silent_s = 0.0
         return True
 
-    def _write_keep_alive(self) -> None:
-        if self._keep_alive is not None:
+    def _write_keep_alive(self, send: Send) -> None:
+        assert self._keep_alive is not None
+        if self._connection is not None:
             self.write([self._keep_alive()])
+        else:
+            # Another server has no function that writes without waiting.
+            body = escape_line_ends(self._keep_alive()).encode()
+
+            async def write() -> None:
+                await self._watch.send(send({"type": "http.response.body", "body": body, "more_body": True}))
+
+            self._sending = asyncio.create_task(write(), name="lmx-lab keep-alive")
 
     async def stream_response(self, send: Send) -> None:
         watch = self._watch
@@ -115,6 +128,10 @@ class EventStream(StreamingResponse):
                         await self._texts.aclose()
                     if self._connection is not None:
                         self._connection.keep_alive = None
+                    if self._sending is not None:
+                        self._sending.cancel()
+                        # A lost connection is also reported to the iterator's own ``send``.
+                        await asyncio.gather(self._sending, return_exceptions=True)
                 await watch.send(send({"type": "http.response.body", "body": b"", "more_body": False}))
         except TimeoutError:
             if not watch.expired:

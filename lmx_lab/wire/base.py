@@ -147,7 +147,8 @@ NOT_MISSPELT = frozenset({"mode", "models"})
 
 class FormatModel(LenientModel):
     """A body in a format of other servers. Unknown fields are ignored, unless the name is a misspelt name of a known
-    field or another name for it."""
+    field or another name for it.
+    """
 
     @classmethod
     def names(cls) -> Collection[str]:

@@ -7,12 +7,15 @@ import socket
 import sys
 import time
 
+import httpx2
 import pytest
+from fastapi import FastAPI
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from lmx_lab.errors import HostingError, PortTakenError
 from lmx_lab.http import Limits, uvicorn_server
+from lmx_lab.http.streaming import EventStream
 from lmx_lab.http.uvicorn_server import bind, recent_logs, serve
 from tests.http.raw import HANDSHAKE, connect_raw, open_socket, running
 from tests.support.sockets import HealthApp, answering, fetch
@@ -384,3 +387,22 @@ async def test_a_server_cannot_be_stopped_from_another_event_loop():
     async with running(HealthApp()) as host:
         with pytest.raises(HostingError, match="another loop"):
             await asyncio.to_thread(asyncio.run, host.stop())
+
+
+async def test_a_stream_that_waits_has_keep_alives_also_on_another_server():
+    api = FastAPI()
+    api.state.limits = Limits(keep_alive_s=0.01)
+
+    async def texts():
+        for text in ("first\n\n", "last\n\n"):
+            yield text
+            await asyncio.sleep(0.1)
+
+    @api.get("/")
+    async def stream() -> EventStream:
+        return EventStream(texts(), keep_alive=lambda: ": waiting\n\n")
+
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(api), base_url="http://other") as http:
+        first, *waiting, last, end = (await http.get("/")).text.split("\n\n")
+    assert (first, {*waiting}, end) == ("first", {": waiting", "last"}, "")
+    assert last == ": waiting"
