@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ PREFILL_MLX = "gguf: prefill tok/s ÷ MLX engine"
 MEMORY_MLX = "gguf: server's memory ÷ MLX engine"
 SCORING = "gguf: scored tok/s ÷ prefill tok/s"
 SLOTS = "gguf: decode tok/s after mixed requests ÷ fresh server"
+BESIDE = "gguf: decode tok/s beside other programs ÷ alone"
 FIGURE = DECODE
 STREAMS = (1, 8)
 CASES = {1: "1 stream", 8: "8 streams"}
@@ -57,6 +60,7 @@ def measure(bench: Bench) -> list[Row]:
         rows = [row for streams in STREAMS for row in _against_llama(bench, urls, streams)]
     with lab_server(entry.path) as used, lab_server(entry.path) as fresh:
         rows += [_after_mixed_requests(bench, used.url, fresh.url), _scoring(bench, fresh.url)]
+        rows += _beside_others(bench, used.url, fresh.url)
     with lab_server(entry.path) as ours, lab_server(bench.folder) as mlx:
         return [*rows, *_against_mlx(bench, {"ours": ours, "theirs": mlx})]
 
@@ -180,6 +184,34 @@ def _scoring(bench: Bench, url: str) -> Row:
         samples.append(sample)
     turns = Turns(model=bench.model, case=f"{SCORED_TOKENS} tokens", samples=samples[1:])
     return turns.ratio(SCORING, "rate", limit=Limit(sign="≥", bound=0.5))
+
+
+def _beside_others(bench: Bench, url: str, other: str) -> list[Row]:
+    """Compare one stream beside a busy program, and the sum of two streams of two processes, with one stream alone.
+
+    The threads of llama.cpp wait for each other, so the scheduling of the system decides how much remains.
+    """
+    busy, both = list[Sample](), list[Sample]()
+    for number in range(QUICK_ROUNDS if bench.quick else ROUNDS):
+        alone = _decode(url, 10 * number, 1, TOKENS)
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as program:
+            try:
+                busy.append({"ours": _decode(url, 10 * number + 1, 1, TOKENS), "theirs": alone})
+            finally:
+                program.kill()
+        began = time.perf_counter()
+        asyncio.run(_both([url, other], 10 * number + 2))
+        both.append({"ours": {"rate": 2 * TOKENS / (time.perf_counter() - began)}, "theirs": alone})
+    limits = {"a busy program": (busy, 0.4), "another model, both together": (both, 0.7)}
+    return [
+        Turns(model=bench.model, case=case, samples=samples).ratio(BESIDE, "rate", limit=Limit(sign="≥", bound=bound))
+        for case, (samples, bound) in limits.items()
+    ]
+
+
+async def _both(urls: Sequence[str], number: int) -> None:
+    body = prompts.chat_body(prompts.brief(8600 + number), max_tokens=TOKENS, ignore_eos=True)
+    await asyncio.gather(*[client.streams(url, [body]) for url in urls])
 
 
 # --- MLX

@@ -114,10 +114,15 @@ def default_threads(environ: Mapping[str, str], cgroups: Path = CGROUPS, members
     """
     if (chosen := threads_from_environment(environ)) is not None:
         return chosen
+    cores = usable_cores()
+    return max(1, min(cores, cpu_limit(environ, cgroups, membership) or cores))
+
+
+def usable_cores() -> int:
+    """Return the number of physical cores that this process may use, without a limit of its CPU time."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     # macOS has no such call: a process may use all cores.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores, usable, cpu_limit(environ, cgroups, membership) or cores))
+    return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores
 
 
 def threads_from_environment(environ: Mapping[str, str]) -> int | None:

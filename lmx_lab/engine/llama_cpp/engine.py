@@ -406,7 +406,7 @@ class LlamaCppEngine:
             process = await LlamaProcess.start(
                 entry.path,
                 fields,
-                environ=llama_environ(os.environ),
+                environ=llama_environ(os.environ, fields["cpuparams.n_threads"]),
                 max_bytes=max_bytes,
                 free_bytes=lambda: budget.machine_free_bytes,
             )

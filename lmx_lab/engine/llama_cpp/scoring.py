@@ -126,7 +126,7 @@ class LlamaScorer:
                     "step_tokens": fields["n_ubatch"],
                     "cache_types": [fields.get("cache_type_k", KEYS), fields.get("cache_type_v", BFLOAT16)],
                 },
-                environ=llama_environ(os.environ),
+                environ=llama_environ(os.environ, fields["cpuparams.n_threads"]),
                 max_bytes=entry.load_bytes + cache_bytes + EXTRA_BYTES,
                 free_bytes=lambda: self._budget.machine_free_bytes,
                 program=PROGRAM,

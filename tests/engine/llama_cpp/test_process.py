@@ -20,8 +20,8 @@ from lmx_lab.engine import ChatPrompt, EmbeddingRequest, ModelManager, TextPromp
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.engine.llama_cpp.engine import LlamaCppEngine
 from lmx_lab.engine.llama_cpp.memory_plan import plan_context
-from lmx_lab.engine.llama_cpp.process import LlamaProcess
-from lmx_lab.engine.memory import HEADROOM_BYTES, Budget
+from lmx_lab.engine.llama_cpp.process import LlamaProcess, llama_environ
+from lmx_lab.engine.memory import HEADROOM_BYTES, Budget, usable_cores
 from lmx_lab.engine.model import EngineHost
 from lmx_lab.errors import (
     EngineDeadError,
@@ -454,3 +454,22 @@ async def test_a_load_that_is_cancelled_repeatedly_waits_for_the_end_of_its_proc
         await asyncio.sleep(0)
     assert load.cancelled()
     assert loading[0]._process.returncode is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bind threads to cores")
+@pytest.mark.skipif(usable_cores() == 1, reason="all threads share the only core")
+@pytest.mark.parametrize("threads", [usable_cores(), usable_cores() - 1])
+async def test_each_computing_thread_has_its_own_core_unless_there_are_fewer_threads_than_cores(threads, long_gguf):
+    async with manager_with(entry_of(long_gguf), dataclasses.replace(LLAMA_SETTINGS, threads=threads)) as manager:
+        await run(manager)
+        bound = {frozenset(os.sched_getaffinity(thread.id)) for thread in system_process_of(manager).threads()}
+    own = bound - {frozenset(os.sched_getaffinity(0))}
+    assert len(own) == (threads if threads == usable_cores() else 0)
+    assert sum(map(len, own)) == len(frozenset().union(*own))
+
+
+def test_variables_of_the_user_decide_how_threads_share_cores():
+    bound = llama_environ({}, usable_cores())
+    assert (bound["OMP_PLACES"], bound["OMP_PROC_BIND"]) == ("cores", "true")
+    assert not {"OMP_PLACES", "OMP_PROC_BIND"} & llama_environ({"OMP_PROC_BIND": "false"}, usable_cores()).keys()
+    assert "GOMP_SPINCOUNT" not in llama_environ({"OMP_WAIT_POLICY": "passive"}, usable_cores())
