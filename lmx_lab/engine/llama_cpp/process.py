@@ -70,10 +70,15 @@ def missing_part(libraries: Sequence[str] = LIBRARIES) -> str | None:
     if importlib.util.find_spec(PACKAGE) is None:
         return f"is not installed: {install_command(PACKAGE)}"
     for library in libraries:
+        # With OMP_PROC_BIND, libgomp binds the thread that loads it to one core, and later threads inherit that.
+        cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
         try:
             ctypes.CDLL(library)
         except OSError:
             return f"lacks the system library {library}; on Debian or Ubuntu: apt-get install libgomp1"
+        finally:
+            if sys.platform == "linux":
+                os.sched_setaffinity(0, cores)
     return None
 
 
@@ -93,17 +98,21 @@ def require_installed(path: Path) -> None:
         )
 
 
-def llama_environ(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+def llama_environ(environ: Mapping[str, str], threads: int | None = None) -> dict[str, str]:
     """Return ``MALLOC``, and how llama.cpp's threads share the cores, unless the user has set it.
 
     If there are as many threads as cores, each has a core of its own. Otherwise, next to one other busy program, Linux
     runs two threads on the same core, where they spin for each other: of 150 tokens/s on two cores, 16 remained without
     this and 104 to 151 with it (measured). They also spin for less time than by default before they sleep.
+
+    Args:
+        threads: Number of llama.cpp's threads; None if other threads of the process compute, too. These would all
+            inherit the core of the thread that loads llama.cpp.
     """
     found = {name: value for name, value in MALLOC.items() if name not in environ}
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ):
         found["GOMP_SPINCOUNT"] = "30000"
-    if threads >= usable_cores() and not {"GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"} & set(environ):
+    if threads == usable_cores() and not {"GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"} & set(environ):
         found |= {"OMP_PLACES": "cores", "OMP_PROC_BIND": "true"}
     return found
 

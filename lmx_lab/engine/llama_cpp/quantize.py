@@ -142,7 +142,7 @@ def _run_worker(
 ) -> QuantizedCopy:
     answer: dict[str, Any] = {}
     command = [sys.executable, "-P", "-m", "lmx_lab.engine.llama_cpp.quantize_worker"]
-    environ = worker_environ() | llama_environ(os.environ, parameters["threads"])
+    environ = worker_environ() | llama_environ(os.environ)
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(

@@ -473,3 +473,21 @@ def test_variables_of_the_user_decide_how_threads_share_cores():
     assert (bound["OMP_PLACES"], bound["OMP_PROC_BIND"]) == ("cores", "true")
     assert not {"OMP_PLACES", "OMP_PROC_BIND"} & llama_environ({"OMP_PROC_BIND": "false"}, usable_cores()).keys()
     assert "GOMP_SPINCOUNT" not in llama_environ({"OMP_WAIT_POLICY": "passive"}, usable_cores())
+
+
+def test_only_as_many_threads_of_llama_cpp_as_cores_are_bound_to_cores():
+    # Other threads would all inherit the core of the first one, or share a core while another one is idle.
+    for threads in (None, usable_cores() + 1):
+        assert not {"OMP_PLACES", "OMP_PROC_BIND"} & llama_environ({}, threads).keys()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bind threads to cores")
+@pytest.mark.skipif(usable_cores() == 1, reason="there is only one core")
+def test_a_check_for_libgomp_binds_no_thread_of_the_lab_to_a_core():
+    code = (
+        "import os; from lmx_lab.engine.llama_cpp.process import missing_part; "
+        "print(missing_part(), len(os.sched_getaffinity(0)))"
+    )
+    environ = os.environ | {"OMP_PROC_BIND": "true"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None", str(len(os.sched_getaffinity(0)))]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from lmx_lab.engine import ModelManager
 from lmx_lab.engine.llama_cpp import quantize as quantize_module
 from lmx_lab.engine.llama_cpp.quantize import copy_bytes, quantize, refuse_unsupported
 from lmx_lab.engine.llama_cpp.quantize_worker import type_after
+from lmx_lab.engine.memory import usable_cores
 from lmx_lab.errors import StorageFullError, UnusableModelError
 from lmx_lab.values.models import LoadSpec
 from lmx_lab.weights.catalog import Catalog
@@ -131,6 +133,21 @@ def test_a_copy_of_a_changed_original_is_not_used_and_the_next_one_replaces_it(w
     assert listed(settings) == []
     assert entry.path.exists()
     assert len(fast_worker) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bind threads to cores")
+def test_the_threads_that_convert_may_use_all_cores(tmp_path, tiny_gguf):
+    cores = set()
+
+    def observe(progress):
+        for child in psutil.Process().children():
+            if progress.stage == "convert" and any("quantize_worker" in part for part in child.cmdline()):
+                cores.update(frozenset(os.sched_getaffinity(thread.id)) for thread in child.threads())
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(settings_of(tmp_path, tiny_gguf, threads=usable_cores()), NAME, "Q8_0", observe)
+    assert cores == {frozenset(os.sched_getaffinity(0))}
 
 
 def test_an_interrupted_copy_leaves_no_file_and_no_process(tmp_path, tiny_gguf):
