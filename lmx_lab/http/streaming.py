@@ -72,6 +72,8 @@ class EventStream(StreamingResponse):
         self._connection: HttpProtocol | None = None
         self._sending: asyncio.Task[None] | None = None
         """The last keep-alive that had to wait for the client."""
+        self._lost: OSError | None = None
+        """With which ``send`` has reported to a keep-alive that the client has disconnected."""
         self._watch: SendWatch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +110,11 @@ class EventStream(StreamingResponse):
             body = escape_line_ends(self._keep_alive()).encode()
 
             async def write() -> None:
-                await self._watch.send(send({"type": "http.response.body", "body": body, "more_body": True}))
+                try:
+                    await self._watch.send(send({"type": "http.response.body", "body": body, "more_body": True}))
+                except OSError as exc:
+                    self._lost = exc
+                    self._watch.end()
 
             self._sending = asyncio.create_task(write(), name="lmx-lab keep-alive")
 
@@ -130,12 +136,13 @@ class EventStream(StreamingResponse):
                         self._connection.keep_alive = None
                     if self._sending is not None:
                         self._sending.cancel()
-                        # A lost connection is also reported to the iterator's own ``send``.
                         await asyncio.gather(self._sending, return_exceptions=True)
                 await watch.send(send({"type": "http.response.body", "body": b"", "more_body": False}))
         except TimeoutError:
             if not watch.expired:
                 raise
+            if self._lost is not None:
+                raise self._lost from None
             log.warning(
                 "%s: cancelled, because the client has accepted no data for %g s", self._request_id, watch.blocked_s
             )
@@ -243,6 +250,10 @@ class SendWatch:
             finally:
                 self._timer.cancel()
 
+    def end(self) -> None:
+        """End the block with ``TimeoutError`` now."""
+        self._timeout.reschedule(self._loop.time())
+
     async def send(self, sending: Awaitable[None]) -> None:
         """Await the call that sends data and returns once the connection accepts more."""
         self.silent_s = 0.0
@@ -258,7 +269,7 @@ class SendWatch:
         if self._sending:
             self.blocked_s += self._check_s
             if self.blocked_s >= self._limit_s():
-                self._timeout.reschedule(self._loop.time())
+                self.end()
                 return
         elif self.silent_s >= self._silence_s:
             self._on_silence()

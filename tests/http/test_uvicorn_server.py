@@ -10,6 +10,7 @@ import time
 import httpx2
 import pytest
 from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -406,3 +407,29 @@ async def test_a_stream_that_waits_has_keep_alives_also_on_another_server():
         first, *waiting, last, end = (await http.get("/")).text.split("\n\n")
     assert (first, {*waiting}, end) == ("first", {": waiting", "last"}, "")
     assert last == ": waiting"
+
+
+async def test_a_keep_alive_that_another_server_cannot_send_ends_the_stream():
+    api = FastAPI()
+    api.state.limits = Limits(keep_alive_s=0.01)
+    closed = asyncio.Event()
+
+    async def texts():
+        try:
+            yield "first\n\n"
+            await asyncio.sleep(60)
+        finally:
+            closed.set()
+
+    @api.get("/")
+    async def stream() -> EventStream:
+        return EventStream(texts(), keep_alive=lambda: ": waiting\n\n")
+
+    async def send(message):
+        if b"waiting" in message.get("body", b""):
+            raise OSError("the client has disconnected")
+
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "method": "GET", "path": "/"}
+    with pytest.raises(ClientDisconnect):
+        await asyncio.wait_for(api({**scope, "query_string": b"", "headers": []}, asyncio.Event().wait, send), 30)
+    assert closed.is_set()
