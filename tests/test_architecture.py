@@ -144,6 +144,7 @@ SUBJECTS = {
     "daemon.storage.schema": "a file format: the tables of the database and their migrations",
     "engine.grammar.gbnf": "a file format: grammars of llama.cpp",
     "engine.swap": "an algorithm: the order of requests for models that do not fit together",
+    "engine.text.written_calls": "pure code: the texts of earlier calls",
     "evals.numbers": "pure code: the notations of numbers",
     "notebook.results": "the results of methods",
     "panels.timeline": "a panel",

@@ -282,6 +282,8 @@ async def render_chat_template(
         raise InvalidRequestError(
             f"the chat template of {entry.id} refuses these messages: {refusal}", param="messages"
         ) from refusal
+    if any(message.get("tool_calls") for message in chat.messages):
+        text = await in_thread(partial(chat_format.restore_calls, request, chat, text), name="lmx-lab-template")
     if not chat.continues:
         return text
     beginning, found, _ = text.rpartition(CONTINUED)

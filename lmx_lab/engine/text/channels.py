@@ -6,7 +6,7 @@ is held back is always the end of the raw text, so a single number (``passed``) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmx_lab.engine.text.tool_calls import (
@@ -34,6 +34,8 @@ class ChannelFormat:
     reasoning_first: bool = False
     """Whether reasoning can begin only before any content. Later its start marker is ordinary text."""
     calls: CallFormat | None = None
+    remember: Callable[[Sequence[tuple[str, str, str]], str, int], object] | None = None
+    """Gets consecutive calls whenever one is complete: see ``CallMemory.add``, from ``calls`` on."""
     literals: Mapping[int, str] = field(default_factory=dict)
     """Special tokens by id, as text, except those that end an answer. They count as text inside a marker and inside a
     call in the model's own format; elsewhere they are dropped."""
@@ -150,6 +152,12 @@ class ChannelParser:
         self._after_call = False
         """Whether only whitespace has followed the last call."""
         self._read = 0
+        self._remember = format.remember
+        self._raw: list[str] = []
+        """The raw text, if calls are remembered."""
+        self._section_begin = self._run_begin = 0
+        self._run: list[tuple[str, str, list[str]]] = []
+        """The ids, names and arguments of consecutive calls, the first of which begins at ``_run_begin``."""
         self._cut: int | None = None
         self._output = ChannelOutput()
         if format.initial == TOOL:
@@ -174,6 +182,8 @@ class ChannelParser:
     def feed(self, text: str) -> ChannelOutput:
         """Read more text and return what it completes."""
         self._held += text
+        if self._remember is not None:
+            self._raw.append(text)
         while self._cut is None:
             edges = self._transitions[self.state]
             found = [(at, marker, after) for marker, after in edges if (at := self._held.find(marker)) >= 0]
@@ -288,15 +298,20 @@ class ChannelParser:
     def _end_unmarked(self) -> None:
         """Decide whether the content that is held back consists of calls."""
         if self._unmarked is not None:
+            end = self._read - self._whitespace.held - self.stops.held if self._cut is None else self._cut
+            begin, count = end - self._unmarked.held, self._unmarked.count
             text, calls = self._unmarked.finish()
             self._output.content.append(text)
-            self._output.calls += calls
-            self._after_call = self._after_call or bool(calls)
+            self._output_calls(calls, begin)
+            # A text with more calls than the client gets is not the text of these calls.
+            if calls and len(calls) == count:
+                self._remember_run()
 
     def _open_call(self, marker: str) -> None:
         calls = self._call_format
         if calls is None:
             return
+        self._section_begin = self._read - len(marker)
         if calls.parse is None:
             self._call = EnforcedCallReader(marker, self._numbering, may_repeat=calls.may_repeat)
         else:
@@ -305,10 +320,11 @@ class ChannelParser:
     def _close_call(self, marker: str) -> None:
         call, self._call = self._call, None
         assert call is not None
+        if not call.accepted:
+            self._process_call(call, call.close(marker))
         if call.accepted:
-            return
-        self._process_call(call, call.close(marker))
-        if not call.accepted and self._has_content:
+            self._remember_run()
+        elif self._has_content:
             self._drops_leading_whitespace = False
             self._process_content(call.raw)
 
@@ -317,8 +333,24 @@ class ChannelParser:
             # The first delta of a call: whitespace before it is dropped, and no stop string can begin before it.
             self._whitespace.take()
             self._append_content(self.stops.finish())
-            self._drops_leading_whitespace, self._after_call = False, True
-        self._output.calls += deltas
+            self._drops_leading_whitespace = False
+        self._output_calls(deltas, self._section_begin)
         if call.repeats:
             self._output.stopped = True
             self._cut = self._read - call.held
+
+    def _output_calls(self, deltas: Sequence[ToolCallDelta], begin: int) -> None:
+        """Output calls of a section, or of calls without markers, that begins at a position of the raw text."""
+        self._output.calls += deltas
+        for delta in deltas:
+            if delta.id is not None:
+                if not self._after_call:
+                    self._run, self._run_begin, self._after_call = [], begin, True
+                self._run.append((delta.id, delta.name or "", []))
+            self._run[-1][2].append(delta.arguments)
+
+    def _remember_run(self) -> None:
+        if self._remember is not None:
+            calls = [(id_, name, "".join(arguments)) for id_, name, arguments in self._run]
+            raw = "".join(self._raw)[: self._read if self._cut is None else self._cut]
+            self._remember(calls, raw, self._run_begin)

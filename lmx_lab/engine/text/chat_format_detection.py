@@ -28,6 +28,7 @@ from lmx_lab.engine.text.tool_prompt import (
     write_tools_as_text,
     write_unmatched_results,
 )
+from lmx_lab.engine.text.written_calls import CallMemory, CallSections
 from lmx_lab.engine.tokenizing.templates import (
     ANSWER,
     CALL,
@@ -88,6 +89,8 @@ class OwnCallFormat:
     """Parses the text between the markers; the second argument is the list of tools."""
     names: str = ".+"
     """A regular expression for the names of tools that the parser reads."""
+    header: str = ""
+    """The text that the model writes before the start marker; the template writes it elsewhere, and a space here."""
 
     def written_name(self, name: str) -> str:
         """Return the name of a tool as the model reads and writes it."""
@@ -144,6 +147,10 @@ class ChatFormat:
     """Special tokens, except those that end an answer."""
     markers: Mapping[str, Marker] = field(default_factory=dict)
     """The markers of reasoning and of generic calls as tokens of this model."""
+    message_ends: Sequence[str] = ()
+    """The texts of the tokens that end an answer."""
+    written: CallMemory = field(default_factory=CallMemory, compare=False, repr=False)
+    """How the model wrote calls of earlier answers."""
     warning: str = ""
     """Why the template could not be tried; empty if it could."""
 
@@ -199,8 +206,16 @@ class ChatFormat:
             transitions.setdefault(TOOL, [(calls.end, content)] if calls.end else [])
         first = content if self.initial == CONTENT else self.initial
         initial = REASONING if state == "open" and self.reasoning_markers is not None else first
+        # A call that was forced is not in the format of the template, which a history should not mix with another one.
+        is_own = calls is not None and (self.own_calls is None or calls.parse is not None)
+        header = "" if self.own_calls is None else self.own_calls.header
         return ChannelFormat(
-            initial=initial, transitions=transitions, reasoning_first=reasons, calls=calls, literals=self.literals
+            initial=initial,
+            transitions=transitions,
+            reasoning_first=reasons,
+            calls=calls,
+            remember=partial(self.written.add, request.caller.scope, header) if is_own else None,
+            literals=self.literals,
         )
 
     def template_input(self, request: GenerationRequest, prompt: ChatPrompt, *, strict: bool = False) -> dict[str, Any]:
@@ -234,6 +249,23 @@ class ChatFormat:
         if strict or not self.supports_system or (has_notes and not self.supports_notes):
             messages = alternate(messages, system=self.supports_system)
         return {**given, "messages": [self.convert_message(message) for message in messages]}
+
+    def restore_calls(self, request: GenerationRequest, chat: ChatPrompt, text: str) -> str:
+        """Return the rendered text of a chat with its calls as the model wrote them, as far as that is known. Takes
+        long for long texts.
+        """
+        own, tools = self.own_calls, chat.tools or ToolUse(tools=())
+        found = (self.written.find(request.caller.scope, message) for message in chat.messages)
+        written = [each for each in found if each is not None]
+        if not written or (own is not None and request.answer_format is not None):
+            return text
+        sections = CallSections(
+            start=START if own is None else f" {own.start}" if own.header else own.start,
+            end=END if own is None else own.end,
+            parse=json.loads if own is None else partial(own.read, tools=tools),
+            message_ends=self.message_ends,
+        )
+        return sections.restore(text, written, [message["content"] for message in chat.messages])
 
     def grammar(self, request: GenerationRequest, state: ReasoningState) -> str | None:
         """Return the llguidance grammar of the answer; None if any answer is allowed.
@@ -359,6 +391,7 @@ def detect_chat_format(tokenizer: Any) -> ChatFormat:
             for id_, token in added.items()
             if token.special and int(id_) not in tokenizer.eos_token_ids
         },
+        message_ends=[str(token) for id_, token in added.items() if int(id_) in tokenizer.eos_token_ids],
         markers={marker: _marker(marker, added) for marker in (*(reasoning_markers or ()), START, END)},
         warning=warning,
     )
@@ -432,7 +465,7 @@ def _parse_harmony_call(text: str, tools: Any) -> Any:
     return {"name": re.split(r"[\s<]", header, maxsplit=1)[0], "arguments": json.loads(arguments)}
 
 
-HARMONY_CALLS = OwnCallFormat(HARMONY_CALL[0], "<|call|>", _parse_harmony_call)
+HARMONY_CALLS = OwnCallFormat(HARMONY_CALL[0], "<|call|>", _parse_harmony_call, header="<|channel|>commentary")
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

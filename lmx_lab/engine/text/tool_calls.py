@@ -305,6 +305,11 @@ class UnmarkedCalls:
         self._has_begun = False
         """Whether the object has begun as a call does."""
 
+    @property
+    def count(self) -> int:
+        """Number of calls that were read completely since the last end."""
+        return len(self._calls)
+
     def feed(self, text: str) -> str:
         """Read more text, and return the text that is not part of a call."""
         if self._is_text or not text:
