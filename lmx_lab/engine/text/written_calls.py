@@ -60,9 +60,9 @@ class CallMemory:
         text = raw[begin:].lstrip()
         space = raw[len(before) : len(raw) - len(text)]
         # Arguments that a limit has cut off are not JSON.
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             key = calls_key([(name, json.loads(arguments)) for _, name, arguments in calls])
-            if len(text) <= MAX_CHARACTERS:
+            if key and len(text) <= MAX_CHARACTERS:
                 written = WrittenCalls(key, text, before[-BEFORE:], space)
                 with self._lock:
                     # Some clients of Ollama's format send no ids back.
@@ -86,8 +86,13 @@ class CallMemory:
 
 
 def calls_key(calls: Sequence[tuple[str, Any]]) -> str:
-    """Return a text that is the same for calls with the same names and the same arguments as JSON."""
-    return json.dumps(calls, sort_keys=True)
+    """Return a text that is the same for calls with the same names and the same arguments as JSON; empty if they are
+    nested too deeply, or are not JSON.
+    """
+    try:
+        return json.dumps(calls, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import pytest
 
 from lmx_lab.engine import Caller, ChatPrompt, TextPrompt, TokenPrompt, Tool, ToolUse
 from lmx_lab.engine.requests import AnswerStart
+from lmx_lab.engine.text.written_calls import MAX_ENTRIES, CallMemory
 from tests.contract.engines.entries import SETTINGS
 from tests.support.engines import entry_of, loaded, merge, request, run
 from tests.support.families import CODER, HARMONY, HERMES, KIMI, MISTRAL
@@ -191,3 +192,25 @@ async def test_text_that_looks_like_a_call_is_not_changed(models):
     as_template = CODER_NOTE.replace("<function", "\n<function")
     quoting = {"role": "user", "content": f"Why {as_template}?"}
     assert as_template in await rendered(models["coder"], (quoting, message))
+
+
+def test_calls_that_are_nested_too_deeply_are_not_remembered():
+    memory, deep = CallMemory(), {}
+    memory.add("", "", [("a", "note", '{"a":' * 100_000 + "1" + "}" * 100_000)], "call", 0)
+    memory.add("", "", [("b", "note", "{}")], "call", 0)
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for arguments, known in ((deep, False), ({1, 2}, False), ({}, True)):
+        calls = [{"id": "a", "function": {"name": "note", "arguments": arguments}}]
+        assert (memory.find("", {"tool_calls": calls}) is not None) == known
+
+
+def test_the_oldest_calls_are_forgotten():
+    memory = CallMemory()
+    for number in range(MAX_ENTRIES):
+        memory.add("", "", [(str(number), "note", f'{{"a": {number}}}')], "call", 0)
+    found = [
+        memory.find("", {"tool_calls": [{"id": "", "function": {"name": "note", "arguments": {"a": number}}}]})
+        for number in range(MAX_ENTRIES)
+    ]
+    assert [each is not None for each in found] == [False] * (MAX_ENTRIES // 2) + [True] * (MAX_ENTRIES // 2)
