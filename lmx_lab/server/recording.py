@@ -5,7 +5,6 @@ A record is a description of tokens: the rendered prompt, the answer, and everyt
 
 from __future__ import annotations
 
-import functools
 import hmac
 import os
 import platform
@@ -117,21 +116,20 @@ def with_seed(request: GenerationRequest) -> GenerationRequest:
     return replace(request, sampling=replace(sampling, seed=secrets.randbits(31)))
 
 
-@functools.cache
-def _requests() -> TypeAdapter[GenerationRequest]:
-    return TypeAdapter(GenerationRequest)
+# Built on import, because it reads docstrings: Python 3.11.7 cannot parse source code on two threads at the same time.
+_REQUESTS: TypeAdapter[GenerationRequest] = TypeAdapter(GenerationRequest)
 
 
 def request_to_json(request: GenerationRequest) -> dict[str, Any]:
     """Return a request as JSON values, without its model and its caller."""
-    values: dict[str, Any] = _requests().dump_python(request, mode="json", exclude=set(NOT_STORED))
+    values: dict[str, Any] = _REQUESTS.dump_python(request, mode="json", exclude=set(NOT_STORED))
     return values
 
 
 def request_from_json(stored: Mapping[str, Any], *, model: str) -> GenerationRequest:
     """Return the request that ``request_to_json`` has converted. Fields of newer versions are ignored."""
     given = {name: value for name, value in stored.items() if name not in NOT_STORED}
-    return _requests().validate_python({**given, "model": model})
+    return _REQUESTS.validate_python({**given, "model": model})
 
 
 def continued_request(continuation: Continuation) -> GenerationRequest:

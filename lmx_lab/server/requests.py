@@ -289,6 +289,7 @@ class Requests:
         Args:
             scope: The caller whose requests are returned; None returns those of all.
         """
+        now = time.perf_counter()
         requests: dict[str, list[Part]] = {}
         for part in list(self._running):
             # The client of an answer that has ended may still read it.
@@ -307,7 +308,7 @@ class Requests:
                 kind=first.kind,
                 model=first.model,
                 state="queued" if is_queued else "running",
-                age_s=time.perf_counter() - min(part.began_at for part in parts),
+                age_s=now - min(part.began_at for part in parts),
                 # All choices of a prompt have the same request.
                 prompt_tokens=sum({id(answer.request): len(answer.prompt) for answer in answers}.values()),
                 completion_tokens=sum(answer.tokens for answer in answers),

@@ -96,3 +96,15 @@ async def test_embeddings_and_requests_that_wait_for_their_model_can_be_stopped(
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert requests.read() == []
+
+
+@pytest.mark.anyio
+async def test_requests_that_begin_within_microseconds_are_listed_oldest_first():
+    requests = Requests(Feed())
+    parts = [requests.begin(Caller(), kind="chat", model="m") for _ in range(200)]
+    waits = [asyncio.create_task(requests.wait(part, asyncio.sleep(60))) for part in parts]
+    await auntil(lambda: len(requests.read()) == len(parts))
+    assert [each.id for each in requests.read()] == [part.id for part in parts]
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)

@@ -157,13 +157,15 @@ def test_only_the_grammar_that_crashes_the_sandbox_is_refused(table):
     compiler = GrammarCompiler(lambda: table, pool=pool)
     assert matchers_of(compiler, grammar_for(schema({"const": "before"})))
     slow = grammar_for(AnswerFormat(kind="regex", text="a?" * 30_000))
+    (first,) = map(psutil.Process, pool.pids)
+    started = first.cpu_times().user
 
     # The stack is large enough for every known grammar within the limits of a request: the processes are killed here.
     async def kill_process(number):
         await auntil(lambda: pool.starts == number and bool(pool.pids))
         (process,) = map(psutil.Process, pool.pids)
-        before = process.cpu_times().user
-        await auntil(lambda: process.cpu_times().user > before + 0.05)
+        # A process that is killed before it is ready is a failed start.
+        await auntil(lambda: process.cpu_times().user > started + 0.1)
         process.kill()
 
     async def check():
