@@ -53,7 +53,8 @@ def run(soak: Soak) -> list[Row]:
     for engine, model in on_each_engine(soak, "load", rows):
         with (
             tempfile.TemporaryDirectory(prefix="lmx-soak-") as name,
-            Server(Home(Path(name)), model, *SMALL_CACHE) as server,
+            # On a busy machine the streams of the slow readers are computed for longer than the 10 s of the default.
+            Server(Home(Path(name)), model, *SMALL_CACHE, environment={"LMX_LAB_SLOW_CLIENT_S": "120"}) as server,
         ):
             reference = asyncio.run(ReferenceChat.record(server.url))
             rows += [flood(soak, server, reference, engine), slow_readers(soak, server, reference, engine)]

@@ -22,7 +22,7 @@ import httpx2
 import psutil
 
 from lmx_lab.engine.memory import CGROUPS, MEMBERSHIP
-from soak.programs import Home, Server, end_and_check
+from soak.programs import Home, Server, end_and_check, wait_until
 from soak.report import Row, Soak
 from tests.support.models import write_tiny_llama
 
@@ -98,6 +98,8 @@ def _limited(limit: int) -> Iterator[tuple[str, str]]:
         except PermissionError:
             continue
         finally:
+            # Killed processes leave the group when the system has released their memory.
+            wait_until(lambda: not (group / "cgroup.procs").read_text(), 30.0)  # noqa: B023 (only called here)
             group.rmdir()
     yield f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({limit}, {limit}))", "RLIMIT_DATA"
 
