@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -230,15 +231,60 @@ async def encode_prompt(tokenizer: Tokenizer[Row], request: GenerationRequest) -
 async def render_chat_template(
     tokenizer: Any, chat_format: ChatFormat, entry: ModelEntry, request: GenerationRequest, chat: ChatPrompt
 ) -> str:
-    """Return the text of a chat, rendered with the chat template of a model in the sandbox.
-
-    A template that refuses the messages gets them again as the strictest templates require them.
+    """Return the text of a chat, rendered with the chat template of a model in the sandbox. It has the calls of earlier
+    answers as the model wrote them, as far as that is known.
 
     Args:
         tokenizer: mlx-lm's ``TokenizerWrapper``, or the tokenizer of a GGUF file.
 
     Raises:
         InvalidRequestError: the model has no chat template; the template raises an error or exceeds its limits.
+    """
+    apply, text = partial(_apply_template, tokenizer, chat_format, entry, request), None
+    if any(message.get("tool_calls") for message in chat.messages):
+        text = await _with_written_calls(apply, chat_format, request, chat)
+    if text is None:
+        text = await apply(chat)
+    if not chat.continues:
+        return text
+    beginning, found, _ = text.rpartition(CONTINUED)
+    if not found:
+        raise InvalidRequestError(
+            f"the chat template of {entry.id} does not write the last message, so it cannot be continued; end with a "
+            "message of the user",
+            param="messages",
+        )
+    return beginning
+
+
+async def _with_written_calls(
+    apply: Callable[[ChatPrompt], Awaitable[str]], chat_format: ChatFormat, request: GenerationRequest, chat: ChatPrompt
+) -> str | None:
+    """Return the text of a chat with the calls that are known as the model wrote them; None if none can be replaced."""
+    left: set[int] = set()
+    # A second time without the calls that the template writes in another way.
+    for _ in range(2):
+        mark = partial(chat_format.mark_calls, request, chat, without=frozenset(left))
+        if (marked := await in_thread(mark, name="lmx-lab-template")) is None:
+            return None
+        try:
+            text = await apply(replace(chat, messages=tuple(marked.messages)))
+        except InvalidRequestError:
+            return None
+        restore = partial(marked.restore, text, chat_format.call_markers)
+        text, missing = await in_thread(restore, name="lmx-lab-template")
+        if not missing:
+            return text
+        left |= missing
+    return None
+
+
+async def _apply_template(
+    tokenizer: Any, chat_format: ChatFormat, entry: ModelEntry, request: GenerationRequest, chat: ChatPrompt
+) -> str:
+    """Return the text that the template writes. Arguments and errors as in ``render_chat_template``.
+
+    A template that refuses the messages gets them again as the strictest templates require them.
     """
 
     def write(*, strict: bool) -> bytes | str:
@@ -282,18 +328,7 @@ async def render_chat_template(
         raise InvalidRequestError(
             f"the chat template of {entry.id} refuses these messages: {refusal}", param="messages"
         ) from refusal
-    if any(message.get("tool_calls") for message in chat.messages):
-        text = await in_thread(partial(chat_format.restore_calls, request, chat, text), name="lmx-lab-template")
-    if not chat.continues:
-        return text
-    beginning, found, _ = text.rpartition(CONTINUED)
-    if not found:
-        raise InvalidRequestError(
-            f"the chat template of {entry.id} does not write the last message, so it cannot be continued; end with a "
-            "message of the user",
-            param="messages",
-        )
-    return beginning
+    return text
 
 
 async def token_of(tokenizer: Tokenizer[Row], named: int | str, param: str) -> int:

@@ -35,7 +35,7 @@ class ChannelFormat:
     """Whether reasoning can begin only before any content. Later its start marker is ordinary text."""
     calls: CallFormat | None = None
     remember: Callable[[Sequence[tuple[str, str, str]], str, int], object] | None = None
-    """Gets consecutive calls whenever one is complete: see ``CallMemory.add``, from ``calls`` on."""
+    """Gets the consecutive calls of an answer: see ``CallMemory.add``, from ``calls`` on."""
     literals: Mapping[int, str] = field(default_factory=dict)
     """Special tokens by id, as text, except those that end an answer. They count as text inside a marker and inside a
     call in the model's own format; elsewhere they are dropped."""
@@ -155,9 +155,9 @@ class ChannelParser:
         self._remember = format.remember
         self._raw: list[str] = []
         """The raw text, if calls are remembered."""
-        self._section_begin = self._run_begin = 0
+        self._section_begin = self._run_begin = self._run_end = 0
         self._run: list[tuple[str, str, list[str]]] = []
-        """The ids, names and arguments of consecutive calls, the first of which begins at ``_run_begin``."""
+        """The ids, names and arguments of consecutive calls, which are between ``_run_begin`` and ``_run_end``."""
         self._cut: int | None = None
         self._output = ChannelOutput()
         if format.initial == TOOL:
@@ -206,6 +206,7 @@ class ChannelParser:
             self._close_call("")
         self._output.reasoning.append(self._reasoning_whitespace.take())
         self._end_content()
+        self._end_run()
         return self._take_output()
 
     def _take_output(self) -> ChannelOutput:
@@ -273,7 +274,7 @@ class ChannelParser:
         """Output text that is certain to be content. It is followed only by whitespace that is held back."""
         if not text or self._cut is not None:
             return
-        self._after_call = False
+        self._end_run()
         begin = self._read - self._whitespace.held - len(text) - self.stops.held
         certain, stopped = self.stops.feed(text)
         self._append_content(certain)
@@ -305,7 +306,7 @@ class ChannelParser:
             self._output_calls(calls, begin)
             # A text with more calls than the client gets is not the text of these calls.
             if calls and len(calls) == count:
-                self._remember_run()
+                self._run_end = end
 
     def _open_call(self, marker: str) -> None:
         calls = self._call_format
@@ -323,7 +324,7 @@ class ChannelParser:
         if not call.accepted:
             self._process_call(call, call.close(marker))
         if call.accepted:
-            self._remember_run()
+            self._run_end = self._read
         elif self._has_content:
             self._drops_leading_whitespace = False
             self._process_content(call.raw)
@@ -338,6 +339,7 @@ class ChannelParser:
         if call.repeats:
             self._output.stopped = True
             self._cut = self._read - call.held
+            self._end_run()
 
     def _output_calls(self, deltas: Sequence[ToolCallDelta], begin: int) -> None:
         """Output calls of a section, or of calls without markers, that begins at a position of the raw text."""
@@ -349,8 +351,9 @@ class ChannelParser:
                 self._run.append((delta.id, delta.name or "", []))
             self._run[-1][2].append(delta.arguments)
 
-    def _remember_run(self) -> None:
-        if self._remember is not None:
+    def _end_run(self) -> None:
+        """Remember the consecutive calls, which nothing but white space has followed."""
+        if self._after_call and self._run_end and self._remember is not None:
             calls = [(id_, name, "".join(arguments)) for id_, name, arguments in self._run]
-            raw = "".join(self._raw)[: self._read if self._cut is None else self._cut]
-            self._remember(calls, raw, self._run_begin)
+            self._remember(calls, "".join(self._raw)[: self._run_end], self._run_begin)
+        self._after_call, self._run_end = False, 0

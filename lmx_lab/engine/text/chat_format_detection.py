@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from lmx_lab.engine.text.tool_prompt import (
     write_tools_as_text,
     write_unmatched_results,
 )
-from lmx_lab.engine.text.written_calls import CallMemory, CallSections
+from lmx_lab.engine.text.written_calls import CallMarkers, CallMemory, MarkedChat
 from lmx_lab.engine.tokenizing.templates import (
     ANSWER,
     CALL,
@@ -250,22 +250,28 @@ class ChatFormat:
             messages = alternate(messages, system=self.supports_system)
         return {**given, "messages": [self.convert_message(message) for message in messages]}
 
-    def restore_calls(self, request: GenerationRequest, chat: ChatPrompt, text: str) -> str:
-        """Return the rendered text of a chat with its calls as the model wrote them, as far as that is known. Takes
-        long for long texts.
+    def mark_calls(
+        self, request: GenerationRequest, chat: ChatPrompt, *, without: Collection[int]
+    ) -> MarkedChat | None:
+        """Return the chat with marks in the calls of which it is known how the model wrote them; None if there are
+        none. Takes long for long arguments.
+
+        Args:
+            without: The indices of messages that are not marked.
         """
-        own, tools = self.own_calls, chat.tools or ToolUse(tools=())
-        found = (self.written.find(request.caller.scope, message) for message in chat.messages)
-        written = [each for each in found if each is not None]
-        if not written or (own is not None and request.answer_format is not None):
-            return text
-        sections = CallSections(
-            start=START if own is None else f" {own.start}" if own.header else own.start,
-            end=END if own is None else own.end,
-            parse=json.loads if own is None else partial(own.read, tools=tools),
-            message_ends=self.message_ends,
-        )
-        return sections.restore(text, written, [message["content"] for message in chat.messages])
+        if self.own_calls is not None and request.answer_format is not None:
+            return None
+        scope = request.caller.scope
+        found = {at: self.written.find(scope, each) for at, each in enumerate(chat.messages) if at not in without}
+        written = {at: calls for at, calls in found.items() if calls is not None}
+        return MarkedChat(chat.messages, written) if written else None
+
+    @property
+    def call_markers(self) -> CallMarkers:
+        """What the template writes around calls."""
+        own = self.own_calls
+        start = START if own is None else f" {own.start}" if own.header else own.start
+        return CallMarkers(start=start, end=END if own is None else own.end, message_ends=self.message_ends)
 
     def grammar(self, request: GenerationRequest, state: ReasoningState) -> str | None:
         """Return the llguidance grammar of the answer; None if any answer is allowed.

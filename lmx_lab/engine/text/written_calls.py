@@ -2,15 +2,21 @@
 
 A client sends calls back as parsed JSON, and a chat template writes them with other white space, escapes and order of
 keys. The prompt would then differ from the cached prefix, and be computed again from the call on.
+
+Whatever a template writes around calls, their text is found in the rendered chat by marks that are rendered in place of
+their arguments. A search for the calls themselves would also find text of users that quotes one.
 """
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+import secrets
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from threading import Lock
 from typing import Any
 
@@ -20,14 +26,16 @@ MAX_CHARACTERS = 100_000
 """Maximum length of such a text."""
 BEFORE = 8
 """Number of characters before the calls that must be the same, so that the white space between is changed too."""
+AROUND = 1000
+"""Maximum number of characters that a template writes between the arguments of a call and the marker before or after
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenCalls:
     """The consecutive calls of an answer as the model wrote them."""
 
-    calls: str
-    """Their names and arguments, as ``calls_key`` writes them."""
     text: str
     """Their text, from the first marker to the last one."""
     before: str
@@ -40,7 +48,7 @@ class CallMemory:
     """The calls that one model wrote last. May be used on any thread."""
 
     def __init__(self) -> None:
-        self._written: OrderedDict[tuple[str, ...], WrittenCalls] = OrderedDict()
+        self._written: OrderedDict[tuple[str, str | None, bytes], WrittenCalls] = OrderedDict()
         self._lock = Lock()
 
     def add(self, scope: str, header: str, calls: Sequence[tuple[str, str, str]], raw: str, begin: int) -> None:
@@ -58,108 +66,120 @@ class CallMemory:
             begin = len(before) - len(header) if header else begin
             before = raw[:begin].rstrip()
         text = raw[begin:].lstrip()
-        space = raw[len(before) : len(raw) - len(text)]
+        if len(text) > MAX_CHARACTERS:
+            return
+        written = WrittenCalls(text, before[-BEFORE:], raw[len(before) : len(raw) - len(text)])
         # Arguments that a limit has cut off are not JSON.
         with suppress(ValueError, RecursionError):
             key = calls_key([(name, json.loads(arguments)) for _, name, arguments in calls])
-            if key and len(text) <= MAX_CHARACTERS:
-                written = WrittenCalls(key, text, before[-BEFORE:], space)
-                with self._lock:
-                    # Some clients of Ollama's format send no ids back.
-                    for entry in ((scope, calls[0][0], key), (scope, key)):
-                        self._written[entry] = written
-                        self._written.move_to_end(entry)
-                    while len(self._written) > MAX_ENTRIES:
-                        self._written.popitem(last=False)
+            with self._lock:
+                # Some clients of Ollama's format send no ids back.
+                for entry in ((scope, calls[0][0], key), (scope, None, key)):
+                    self._written[entry] = written
+                    self._written.move_to_end(entry)
+                while len(self._written) > MAX_ENTRIES:
+                    self._written.popitem(last=False)
 
     def find(self, scope: str, message: Mapping[str, Any]) -> WrittenCalls | None:
         """Return how the model wrote the calls of a message of the history; None if they are not known, or changed."""
         if not self._written or not (calls := message.get("tool_calls")):
             return None
-        key = calls_key([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+        try:
+            key = calls_key([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+        except (TypeError, ValueError, RecursionError):
+            return None
         with self._lock:
-            for entry in ((scope, calls[0]["id"], key), (scope, key)):
+            for entry in ((scope, calls[0].get("id"), key), (scope, None, key)):
                 if entry in self._written:
                     self._written.move_to_end(entry)
                     return self._written[entry]
         return None
 
 
-def calls_key(calls: Sequence[tuple[str, Any]]) -> str:
-    """Return a text that is the same for calls with the same names and the same arguments as JSON; empty if they are
-    nested too deeply, or are not JSON.
+def calls_key(calls: Sequence[tuple[str, Any]]) -> bytes:
+    """Return bytes that are the same for calls with the same names and the same arguments as JSON.
+
+    Raises:
+        TypeError, ValueError, RecursionError: the arguments are not JSON, or nested too deeply.
     """
-    try:
-        return json.dumps(calls, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
-        return ""
+    return blake2b(json.dumps(calls, sort_keys=True).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallSections:
-    """How a chat template writes calls."""
+class CallMarkers:
+    """What a chat template writes around calls."""
 
     start: str
     end: str
     """See ``CallFormat``."""
-    parse: Callable[[str], Any]
-    """Returns one call or several; may raise any exception."""
     message_ends: Collection[str]
     """The texts of tokens that end a message. They are not part of a section."""
 
-    def restore(self, text: str, written: Sequence[WrittenCalls], contents: Sequence[str]) -> str:
-        """Return the text of a chat with calls as the model wrote them.
 
-        Args:
-            written: The known calls, in the order of the messages.
-            contents: The contents of the messages. A call that one of them quotes is not changed.
+class MarkedChat:
+    """The messages of a chat in which calls have marks instead of their arguments.
+
+    Args:
+        written: The calls to mark, by the indices of their messages.
+    """
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], written: Mapping[int, WrittenCalls]) -> None:
+        self.messages = list(messages)
+        self._written = written
+        self._marks: dict[int, list[str]] = {}
+        # No text of a user contains it.
+        self._mark = f"mark{secrets.token_hex(8)}n"
+        for at in written:
+            message = messages[at]
+            self._marks[at] = [f"{at}n{number}" for number in range(len(message["tool_calls"]))]
+            calls = [
+                {**call, "function": {**call["function"], "arguments": {"mark": f"{self._mark}{mark}e"}}}
+                for call, mark in zip(message["tool_calls"], self._marks[at], strict=True)
+            ]
+            self.messages[at] = {**message, "tool_calls": calls}
+
+    def restore(self, text: str, markers: CallMarkers) -> tuple[str, set[int]]:
+        """Replace the marked calls in the rendered text of the chat with those that the model wrote.
+
+        Returns:
+            The text, and the indices of the messages whose marked calls could not be replaced.
         """
-        keys = [each.calls for each in written]
-        longest = 1000 + 8 * max(len(each.text) for each in written)
-        quoted = [content for content in contents if self.start in content]
-        pieces, at, known = [], 0, 0
-        for begin, end, calls in self._runs(text, longest):
-            run = text[begin:end]
-            if (key := calls_key(calls)) not in keys[known:] or any(run in content for content in quoted):
+        places = defaultdict[str, list[int]](list)
+        for found in re.finditer(rf"{self._mark}(\d+n\d+)e", text):
+            places[found[1]].append(found.start())
+        pieces, end, left = list[str](), 0, set[int]()
+        for at, written in self._written.items():
+            marks = [place for mark in self._marks[at] for place in places[mark]]
+            section = _section(text, end, marks, markers) if len(marks) == len(self._marks[at]) else None
+            if section is None:
+                left.add(at)
                 continue
-            found = keys.index(key, known)
-            before = text[at:begin]
-            if written[found].before and (stripped := before.rstrip()).endswith(written[found].before):
-                before = stripped + written[found].space
-            pieces += [before, written[found].text]
-            at, known = end, found + 1
-        return "".join([*pieces, text[at:]])
+            before = text[end : section[0]]
+            if written.before and (stripped := before.rstrip()).endswith(written.before):
+                before = stripped + written.space
+            pieces += [before, written.text]
+            end = section[1]
+        return "".join([*pieces, text[end:]]), left
 
-    def _runs(self, text: str, longest: int) -> Iterator[tuple[int, int, list[tuple[str, Any]]]]:
-        """Yield the beginning, the end and the calls of sections between which there is only white space."""
-        run: tuple[int, int, list[tuple[str, Any]]] | None = None
-        at = 0
-        while (begin := text.find(self.start, at)) >= 0:
-            at = begin + len(self.start)
-            ends = (self.end,) if self.end else (self.start, *self.message_ends)
-            if (close := min((to for mark in ends if (to := text.find(mark, at)) >= 0), default=-1)) < 0:
-                break
-            # A marker without its end, in the text of a user.
-            begin = text.rfind(self.start, begin, close)
-            at = begin + len(self.start)
-            calls: list[tuple[str, Any]] = []
-            # A parser can raise any exception, and text of users can look like a section.
-            with suppress(Exception):
-                if close - at <= longest:
-                    parsed = self.parse(text[at:close])
-                    for call in parsed if isinstance(parsed, list) else [parsed]:
-                        arguments = call["arguments"]
-                        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-                        calls.append((call["name"], arguments))
-            if not calls:
+
+def _section(text: str, after: int, marks: Sequence[int], markers: CallMarkers) -> tuple[int, int] | None:
+    """Return the beginning and the end of the calls with these marks; None if there is other text between them."""
+    stops = (markers.end or markers.start, *markers.message_ends)
+    begin = opened = text.rfind(markers.start, max(after, marks[0] - AROUND), marks[0])
+    end = after
+    for number, mark in enumerate(marks, 1):
+        if opened < 0 or any(text.find(stop, opened + len(markers.start), mark) >= 0 for stop in stops):
+            return None
+        if number < len(marks):
+            opened = text.find(markers.start, mark, marks[number])
+            if opened < 0:
+                # The next call is in the same section.
+                opened = mark - len(markers.start)
                 continue
-            end = close + (0 if not self.end or self.end in self.message_ends else len(self.end))
-            if run is not None and not text[run[1] : begin].strip():
-                run = run[0], end, run[2] + calls
-            else:
-                if run is not None:
-                    yield run
-                run = begin, end, calls
-            at = end
-        if run is not None:
-            yield run
+        close = min((to for stop in stops if (to := text.find(stop, mark, mark + AROUND)) >= 0), default=-1)
+        if close < 0 or not text.startswith(markers.end, close):
+            return None
+        end = close + (0 if markers.end in markers.message_ends else len(markers.end))
+        if number < len(marks) and text[end:opened].strip():
+            return None
+    return begin, end

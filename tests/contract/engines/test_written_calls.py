@@ -182,6 +182,18 @@ async def test_calls_without_ids_are_found_by_their_content(models):
     assert CODER_NOTE in await rendered(models["coder"], (USER, message))
 
 
+async def test_an_answer_with_more_calls_does_not_replace_the_same_call_of_an_earlier_answer(models):
+    user = {"role": "user", "content": "Write a note, and add."}
+    longer = CODER_NOTE.replace("2<", "2\n<") + CODER_ADD
+    first, _ = await answered(models["coder"], CODER_NOTE, user)
+    both, _ = await answered(models["coder"], longer, user, first)
+    for message in (first, both):
+        message["tool_calls"][0]["id"] = "call_0"
+    text = await rendered(models["coder"], (user, first, both))
+    assert CODER_NOTE in text
+    assert longer in text
+
+
 async def test_text_that_looks_like_a_call_is_not_changed(models):
     history = ({"role": "user", "content": WITH_MARKER},)
     message, computed = await answered(models["coder"], CODER_NOTE, *history)
@@ -191,7 +203,9 @@ async def test_text_that_looks_like_a_call_is_not_changed(models):
     assert await cached(models["coder"], following(message, *history)) >= computed - 3
     as_template = CODER_NOTE.replace("<function", "\n<function")
     quoting = {"role": "user", "content": f"Why {as_template}?"}
-    assert as_template in await rendered(models["coder"], (quoting, message))
+    text = await rendered(models["coder"], (quoting, {**message, "reasoning_content": f"I write {as_template}."}))
+    assert text.count(as_template) == 2
+    assert text.count(CODER_NOTE) == 1
 
 
 def test_calls_that_are_nested_too_deeply_are_not_remembered():

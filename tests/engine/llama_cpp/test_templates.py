@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from mlx_lm import tokenizer_utils
 
-from lmx_lab.engine import ChatPrompt, GenerationRequest, Tool, ToolUse
+from lmx_lab.engine import Caller, ChatPrompt, GenerationRequest, Tool, ToolUse
 from lmx_lab.engine.llama_cpp.connection import LlamaConnection, RefusedError
 from lmx_lab.engine.llama_cpp.process import LlamaProcess
 from lmx_lab.engine.llama_cpp.tokenizer import GgufTokenizer, join_texts
@@ -168,6 +168,55 @@ async def test_the_template_of_each_family_writes_all_parts_of_a_shortened_histo
             if "sleet" not in text:
                 missing[case] = text
     assert missing == {}
+
+
+WRITTEN = "what the model wrote"
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_texts_of_other_parts_that_look_like_a_call_are_not_replaced(families, tiny_gguf, name):
+    known, entry = families[name], entry_of(tiny_gguf, name)
+    known.chat_format.written.add("", "", [(CALLS[0]["id"], PARIS[0], json.dumps(PARIS[1]))], WRITTEN, 0)
+
+    async def shown(messages, tools, caller):
+        prompt = ChatPrompt(messages=messages, tools=tools)
+        request = GenerationRequest(prompt=prompt, caller=caller)
+        return await render_chat_template(known.file, known.chat_format, entry, request, prompt)
+
+    async def restored(messages, tools=TOOLS):
+        """Return the text before and after the call, and the call as the template writes it."""
+        by_template = await shown(messages, tools, Caller(client="192.168.1.5"))
+        before, after = (await shown(messages, tools, Caller())).split(WRITTEN)
+        assert by_template.startswith(before)
+        assert by_template.endswith(after)
+        return before, by_template.removeprefix(before).removesuffix(after), after
+
+    _, call, _ = await restored((USER, CALLING, RESULT))
+    assert PARIS[0] in call
+    quoted = f"See {call} there."
+    tools = replace(TOOLS, tools=(replace(TOOLS.tools[0], description=quoted), TOOLS.tools[1]))
+    user, result = {**USER, "content": quoted}, {**RESULT, "content": quoted}
+    other = {"id": "abcdefg01", "type": "function", "function": {"name": PARIS[0], "arguments": {"city": quoted}}}
+    for messages in (
+        (user, {**CALLING, "reasoning_content": quoted}, RESULT),
+        (USER, CALLING, result, ANSWER, USER, {**CALLING, "tool_calls": [other]}),
+    ):
+        _, replaced, after = await restored(messages, tools)
+        assert replaced == call
+        assert not after.startswith(" there.")
+
+
+async def test_calls_of_one_answer_that_a_template_writes_in_several_messages_are_left_to_it(families, tiny_gguf):
+    known, entry = families["lfm"], entry_of(tiny_gguf, "lfm")
+    calls = [CALLS[0], {**CALLS[0], "id": "abcdefg02"}]
+    for used in (calls, CALLS):
+        written = [(call["id"], PARIS[0], json.dumps(PARIS[1])) for call in used]
+        known.chat_format.written.add("", "", written, WRITTEN, 0)
+    prompt = ChatPrompt(messages=(USER, CALLING, RESULT, {**CALLING, "tool_calls": calls}, RESULT), tools=TOOLS)
+    request = GenerationRequest(prompt=prompt)
+    text = await render_chat_template(known.file, known.chat_format, entry, request, prompt)
+    assert text.count(WRITTEN) == 1
+    assert text.count("weather(") == 2
 
 
 async def test_a_template_that_needs_the_reasoning_of_each_answer_gets_an_empty_one(tiny_gguf):

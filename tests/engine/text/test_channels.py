@@ -1,7 +1,7 @@
 """Compare the channel parser with a simple implementation that divides the whole text at once."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import example, given
@@ -288,3 +288,16 @@ def test_parsing_takes_time_linear_in_the_length_of_the_answer(opened, text):
         channels.finish()
 
     require_linear(parse, 1_000)
+
+
+def test_consecutive_calls_are_remembered_together():
+    remembered = []
+
+    def remember(calls, raw, begin):
+        remembered.append(([name for _, name, _ in calls], raw[begin:]))
+
+    channels = ChannelParser(replace(channel_format(), remember=remember), ())
+    for piece in ("x<t>a</t> <t>b", "</t> ", "y<t>c</t>", "\n"):
+        channels.feed(piece)
+    channels.finish()
+    assert remembered == [(["a", "b"], "<t>a</t> <t>b</t>"), (["c"], "<t>c</t>")]
