@@ -282,6 +282,7 @@ class ChannelParser:
             self._output.stopped = True
             self._cut = begin + len(certain)
             self._end_unmarked()
+            self._end_run()
 
     def _end_content(self) -> None:
         space = self._whitespace.take()

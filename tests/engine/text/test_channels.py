@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lmx_lab.engine import Tool, ToolUse
 from lmx_lab.engine.text.channels import (
     CONTENT,
     REASONING,
@@ -290,14 +291,23 @@ def test_parsing_takes_time_linear_in_the_length_of_the_answer(opened, text):
     require_linear(parse, 1_000)
 
 
-def test_consecutive_calls_are_remembered_together():
-    remembered = []
+def remembered(channel_format, pieces, stops=()):
+    found = []
 
     def remember(calls, raw, begin):
-        remembered.append(([name for _, name, _ in calls], raw[begin:]))
+        found.append(([name for _, name, _ in calls], raw[begin:]))
 
-    channels = ChannelParser(replace(channel_format(), remember=remember), ())
-    for piece in ("x<t>a</t> <t>b", "</t> ", "y<t>c</t>", "\n"):
-        channels.feed(piece)
-    channels.finish()
-    assert remembered == [(["a", "b"], "<t>a</t> <t>b</t>"), (["c"], "<t>c</t>")]
+    streamed(replace(channel_format, remember=remember), pieces, stops)
+    return found
+
+
+def test_consecutive_calls_are_remembered_together():
+    pieces = ("x<t>a</t> <t>b", "</t> ", "y<t>c</t>", "\n")
+    assert remembered(channel_format(), pieces) == [(["a", "b"], "<t>a</t> <t>b</t>"), (["c"], "<t>c</t>")]
+
+
+def test_calls_before_a_stop_string_are_remembered():
+    call = '{"name": "a", "arguments": {}}'
+    unmarked = replace(CALLS, unmarked=ToolUse(tools=(Tool(name="a", parameters={}),)))
+    assert remembered(channel_format(calls=unmarked), [call, "END"], ["END"]) == [(["a"], call)]
+    assert remembered(channel_format(), ["<t>a</t>", " END"], ["END"]) == [(["a"], "<t>a</t>")]
