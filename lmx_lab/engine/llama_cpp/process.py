@@ -77,7 +77,8 @@ def missing_part(libraries: Sequence[str] = LIBRARIES) -> str | None:
         except OSError:
             return f"lacks the system library {library}; on Debian or Ubuntu: apt-get install libgomp1"
         finally:
-            if sys.platform == "linux":
+            # A sandbox may refuse to change this, even to the same cores.
+            if sys.platform == "linux" and os.sched_getaffinity(0) != cores:
                 os.sched_setaffinity(0, cores)
     return None
 
