@@ -119,7 +119,7 @@ def default_threads(environ: Mapping[str, str], cgroups: Path = CGROUPS, members
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that this process may use, without a limit of its CPU time."""
+    """Return the number of physical cores that this process may use, regardless of limits on its CPU time."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     # macOS has no such call: a process may use all cores.
     return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores

@@ -71,9 +71,9 @@ class EventStream(StreamingResponse):
         self._request_id = ""
         self._connection: HttpProtocol | None = None
         self._sending: asyncio.Task[None] | None = None
-        """The last keep-alive that had to wait for the client."""
+        """Sends the last keep-alive on another server."""
         self._lost: OSError | None = None
-        """With which ``send`` has reported to a keep-alive that the client has disconnected."""
+        """What ``send`` raised for a keep-alive, because the client has disconnected."""
         self._watch: SendWatch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -102,13 +102,13 @@ def require_installed(path: Path) -> None:
 def llama_environ(environ: Mapping[str, str], threads: int | None = None) -> dict[str, str]:
     """Return ``MALLOC``, and how llama.cpp's threads share the cores, unless the user has set it.
 
-    If there are as many threads as cores, each has a core of its own. Otherwise, next to one other busy program, Linux
-    runs two threads on the same core, where they spin for each other: of 150 tokens/s on two cores, 16 remained without
-    this and 104 to 151 with it (measured). They also spin for less time than by default before they sleep.
+    If there are as many threads as cores, each is bound to a core of its own. Without this, Linux runs two threads on
+    the same core while another program is busy, and each waits there for the other: of 150 tokens/s on two cores, 16
+    remained, and 104 to 151 with it (measured). Threads also wait actively for a shorter time than by default.
 
     Args:
-        threads: Number of llama.cpp's threads; None if other threads of the process compute, too. These would all
-            inherit the core of the thread that loads llama.cpp.
+        threads: Number of llama.cpp's threads; None if other threads of the process also compute. All of them would be
+            bound to the core of the thread that loads llama.cpp.
     """
     found = {name: value for name, value in MALLOC.items() if name not in environ}
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ):

@@ -90,7 +90,7 @@ class OwnCallFormat:
     names: str = ".+"
     """A regular expression for the names of tools that the parser reads."""
     header: str = ""
-    """The text that the model writes before the start marker; the template writes it elsewhere, and a space here."""
+    """The text that the model writes before the start marker. The template writes a space in its place."""
 
     def written_name(self, name: str) -> str:
         """Return the name of a tool as the model reads and writes it."""

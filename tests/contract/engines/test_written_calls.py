@@ -1,6 +1,4 @@
-"""The prefix is found up to the end of calls that the model wrote in another way than its chat template, on both
-engines.
-"""
+"""The prefix cache finds calls that the model wrote differently from its chat template, on both engines."""
 
 import copy
 import json
