@@ -20,7 +20,7 @@ from lmx_lab.engine import ChatPrompt, EmbeddingRequest, ModelManager, TextPromp
 from lmx_lab.engine.llama_cpp import process as process_module
 from lmx_lab.engine.llama_cpp.engine import LlamaCppEngine
 from lmx_lab.engine.llama_cpp.memory_plan import plan_context
-from lmx_lab.engine.llama_cpp.process import LlamaProcess, llama_environ
+from lmx_lab.engine.llama_cpp.process import LlamaProcess, llama_environ, missing_part
 from lmx_lab.engine.memory import HEADROOM_BYTES, Budget, usable_cores
 from lmx_lab.engine.model import EngineHost
 from lmx_lab.errors import (
@@ -491,3 +491,12 @@ def test_a_check_for_libgomp_binds_no_thread_of_the_lab_to_a_core():
     environ = os.environ | {"OMP_PROC_BIND": "true"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None", str(len(os.sched_getaffinity(0)))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bind threads to cores")
+def test_a_check_for_libgomp_works_where_threads_may_not_choose_their_cores(monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    assert missing_part() is None
