@@ -83,9 +83,13 @@ def select_tools(tools: Iterable[ToolRecord], names: Sequence[str] | None) -> li
 
 
 def chat_messages(system_prompt: str | None, history: Sequence[SessionMessage]) -> list[dict[str, Any]]:
-    """Convert a history to the messages of the chat format."""
+    """Convert a history to the messages of the chat format.
+
+    After a call of the last turn, a model continues its reasoning, so it gets the reasoning before the call. It was
+    also a part of the prompt that is cached. Chat templates drop that of earlier turns.
+    """
     messages: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    position = 0
+    position, newest = 0, max((at for at, message in enumerate(history) if message.role == "user"), default=-1)
     while position < len(history):
         message = history[position]
         position += 1
@@ -101,6 +105,8 @@ def chat_messages(system_prompt: str | None, history: Sequence[SessionMessage]) 
                 function = {"name": call.name, "arguments": call.arguments if is_object else "{}"}
                 calls.append({"id": call.call_id, "type": "function", "function": function})
             messages.append({"role": "assistant", "content": message.content, "tool_calls": calls})
+            if position > newest and message.reasoning_content:
+                messages[-1]["reasoning_content"] = message.reasoning_content
             # The results have the order of the calls, not that in which the calls ended.
             messages += [
                 _chat_result(call.call_id, results.get(call.call_id, "there is no result"))

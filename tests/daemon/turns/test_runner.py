@@ -218,6 +218,14 @@ async def test_a_tool_runs_after_it_is_in_the_log_and_its_result_is_sent_to_the_
     assert (record.stats.steps, record.stats.tool_calls, record.stats.prompt_tokens) == (2, 1, 10)
 
 
+async def test_the_reasoning_before_a_call_is_sent_until_the_end_of_the_turn(here, upstream):
+    session = await here.session([thought("Hm"), *calls((FREE, {}))], says("3"), says("4"))
+    await here.run(session, "count")
+    await here.run(session, "again")
+    sent = [[message.get("reasoning_content") for message in body["messages"]] for body in upstream.bodies]
+    assert sent == [[None], [None, "Hm", None], [None] * 5]
+
+
 async def test_results_are_sent_in_the_order_of_the_calls(here, upstream):
     second = asyncio.Event()
 
