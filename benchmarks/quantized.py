@@ -26,7 +26,9 @@ PREFILL = "quantized: prefill tok/s ÷ llama.cpp's server with the original"
 DECODE = "quantized: decode tok/s ÷ llama.cpp's server with the original"
 LOSS = "quantized: mean KL per token against the original"
 FIGURE = PREFILL
-LIMITS = {8: Limit(sign="≥", bound=1.5)}
+FASTER = Limit(sign="≥", bound=1.3)
+"""What docs/engines.md states. On some CPUs prompts were 2.4 times as fast, and eight answers 1.8 times."""
+LIMITS = {8: FASTER}
 """A single answer may be slower, because the copy is larger."""
 
 
@@ -39,9 +41,7 @@ def measure(bench: Bench) -> list[Row]:
         prefill = run_rounds(urls, rounds, send_prompt)
         decode = {streams: run_rounds(urls, rounds, partial(send_chats, streams=streams)) for streams in STREAMS}
     rows = [
-        Turns(model=bench.model, case=f"{PREFILL_TOKENS} tokens", samples=prefill).ratio(
-            PREFILL, "rate", limit=Limit(sign="≥", bound=2)
-        )
+        Turns(model=bench.model, case=f"{PREFILL_TOKENS} tokens", samples=prefill).ratio(PREFILL, "rate", limit=FASTER)
     ]
     rows += [
         Turns(model=bench.model, case=CASES[streams], samples=samples).ratio(
