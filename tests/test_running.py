@@ -5,9 +5,11 @@ import os
 import socket
 from threading import Thread
 
+import httpx2
 import pytest
 
 from lmx_lab import running
+from lmx_lab.notebook import local
 from lmx_lab.running import FOLDER, RunningLab, record_lab, running_labs
 from tests.support.labs import serving
 from tests.support.sockets import free_port
@@ -23,6 +25,17 @@ def test_a_lab_is_recorded_while_it_runs(tmp_path):
         other.stop()
         assert [each.port for each in running_labs(tmp_path)] == [lab.server.port]
     assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_no_request_is_answered_before_the_lab_is_recorded(tmp_path, monkeypatch):
+    def ask_and_record(home, host, port):
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.get(f"http://{host}:{port}/healthz", timeout=0.5)
+        return record_lab(home, host, port)
+
+    monkeypatch.setattr(local, "record_lab", ask_and_record)
+    with serving(tmp_path, None) as lab:
+        assert httpx2.get(f"{lab.url}/healthz").status_code == 200
 
 
 def test_records_of_labs_that_have_ended_are_removed_and_those_of_other_machines_kept(tmp_path):

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, overload
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 
@@ -49,7 +48,7 @@ from lmx_lab.errors import HostingError, InvalidRequestError, LabError
 from lmx_lab.http.guard import ASGIApp, GuardPolicy, LivePolicy, local_policy
 from lmx_lab.http.middleware import VERSION, wrap_app
 from lmx_lab.http.openapi import DescribedAPI
-from lmx_lab.http.uvicorn_server import RunningServer, bind, serve
+from lmx_lab.http.uvicorn_server import RunningServer, bind, loopback_for, serve
 from lmx_lab.portal import LoopThread
 from lmx_lab.settings import Settings
 from lmx_lab.wire.base import new_id
@@ -192,23 +191,26 @@ class Lifespan:
                 shut_down=lambda request: self.begin_stop(request.mode, request.grace_s),
             )
             asgi, _ = create_daemon_app(services, policy=policy, max_body_bytes=self.settings.max_body_bytes)
-            # The content of WebSocket messages from clients is ignored.
-            host = await serve(asgi, sock, ws_max_bytes=65_536)
-            self._stop_functions["server"] = host.stop
+            host, port = sock.getsockname()[:2]
             state = StateFile(
                 pid=os.getpid(),
                 started_at=services.started_at,
                 daemon_id=self.daemon_id,
                 # The address for this computer, even if the daemon listens on all interfaces.
-                host=urlsplit(host.url).hostname or "",
-                port=host.port,
+                host=loopback_for(host),
+                port=port,
                 token=self.token,
             )
             self._stop_functions["state file"] = lambda: asyncio.to_thread(self.home.withdraw, self.daemon_id)
+            # Before requests are accepted, because programs wait for GET /v3/health and then read the token. Requests
+            # of programs that read it earlier wait on the socket.
             await asyncio.to_thread(self.home.publish, state)
+            # The content of WebSocket messages from clients is ignored.
+            server = await serve(asgi, sock, ws_max_bytes=65_536)
+            self._stop_functions["server"] = server.stop
             started = DaemonStarted(daemon_id=self.daemon_id, version=VERSION)
             await store.write(lambda tx: tx.append("daemon.started", started))
-            return host
+            return server
         except BaseException:
             await self._stop_components()
             raise

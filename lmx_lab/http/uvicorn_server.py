@@ -98,19 +98,20 @@ def _listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _loopback_for(host: str) -> str:
+def loopback_for(host: str) -> str:
+    """Return the address for programs on this machine, even if the server listens everywhere."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _is_accepting(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((_loopback_for(host), port), PROBE_S):
+    with contextlib.suppress(OSError), socket.create_connection((loopback_for(host), port), PROBE_S):
         return True
     return False
 
 
 def _is_own(host: str, port: int, response_s: float) -> bool:
     """Whether the program on a port is LMX Lab; takes at most ``PROBE_S + response_s``."""
-    host = _loopback_for(host)
+    host = loopback_for(host)
     name = f"[{host}]" if ":" in host else host
     response = b""
     with contextlib.suppress(OSError), socket.create_connection((host, port), PROBE_S) as sock:
@@ -337,7 +338,7 @@ async def serve(
     )
     server = _Server(config)
     name, port = sock.getsockname()[:2]
-    name = _loopback_for(name)
+    name = loopback_for(name)
     url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
     task = asyncio.create_task(_run(server, lifespan, sock, port), name=f"lmx-lab server on port {port}")
     # This imports what the first streamed response would import otherwise, which takes 4 ms.

@@ -182,12 +182,13 @@ class LocalServer:
             # Registered after the engine's own function, and therefore called before it: requests end first.
             atexit.register(self._stop_at_exit)
             announcement = self._new_announcement()
-            max_bytes, pong_s = self.settings.max_body_bytes, self.settings.slow_client_s
-            serving = serve(self.services.asgi, sock, ws_max_bytes=max_bytes, ws_pong_s=pong_s)
-            self._host = await on_loop(self.portal, serving)
+            # Before requests are accepted, because programs wait for GET /healthz and then look for the lab.
             self._remove_record = await in_thread(
                 partial(record_lab, self.settings.home, self.settings.host, self.addresses.port)
             )
+            max_bytes, pong_s = self.settings.max_body_bytes, self.settings.slow_client_s
+            serving = serve(self.services.asgi, sock, ws_max_bytes=max_bytes, ws_pong_s=pong_s)
+            self._host = await on_loop(self.portal, serving)
             if announcement is not None:
                 self._announcement = announcement
                 self.announced_name = await in_thread(announcement.start)

@@ -12,6 +12,7 @@ import sys
 import threading
 from logging.handlers import RotatingFileHandler
 
+import httpx2
 import pytest
 
 from lmx_lab.daemon.daemon import Daemon
@@ -104,6 +105,19 @@ def test_a_start_publishes_the_address_and_a_stop_leaves_nothing_behind(tmp_path
     check_nothing_left(tmp_path)
     with pytest.raises(HostingError, match="create a new one"):
         daemon.start()
+
+
+def test_no_request_is_answered_before_the_token_can_be_read(tmp_path, monkeypatch):
+    publish = DaemonHome.publish
+
+    def ask_and_publish(home, state):
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.get(f"{state.url}/v3/health", timeout=0.5)
+        publish(home, state)
+
+    monkeypatch.setattr(DaemonHome, "publish", ask_and_publish)
+    with serving(tmp_path) as daemon, client(daemon) as http:
+        assert http.get("/v3/health").status_code == 200
 
 
 def test_each_start_has_a_new_token_and_keeps_the_sessions(tmp_path):
