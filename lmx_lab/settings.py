@@ -194,7 +194,8 @@ class Settings:
             if value is None or (name == "resident" and value == "auto"):
                 continue
             if not (isinstance(value, int | float) and low <= value <= high):
-                raise InvalidRequestError(f"{name} is {value!r}; it must be from {low} to {high}", param=name)
+                other = ", or auto" if name == "resident" else ""
+                raise InvalidRequestError(f"{name} is {value!r}; it must be from {low} to {high}{other}", param=name)
         for alias in self.model_aliases:
             if not all(alias.partition("=")):
                 raise InvalidRequestError(

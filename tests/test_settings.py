@@ -59,6 +59,11 @@ def test_the_error_about_an_invalid_value_names_the_setting(environ, overrides):
         Settings.read(environ, **overrides)
 
 
+def test_the_error_about_a_number_of_resident_models_names_the_value_the_limits_and_auto():
+    with pytest.raises(InvalidRequestError, match="^resident is 0; it must be from 1 to 64, or auto$"):
+        Settings.read({"LMX_LAB_RESIDENT": "0"})
+
+
 def test_numbers_of_numpy_are_values_of_settings():
     settings = Settings.read({}, slots=np.int64(2), drain_s=np.float32(0.5))
     assert (settings.slots, type(settings.slots), settings.drain_s) == (2, int, 0.5)

@@ -56,7 +56,7 @@ from lmx_lab.settings import Settings
 from lmx_lab.values.engine import EngineSnapshot, EngineState, ModelState, UnloadCause
 from lmx_lab.values.models import KINDS_IN_WORDS, Kind, LoadReport, LoadSpec, ModelEntry, ModelEvent, TimeToLive
 from lmx_lab.weights.files import in_thread
-from lmx_lab.weights.fingerprint import is_loaded, with_marks
+from lmx_lab.weights.fingerprint import is_loaded, require_unchanged, with_marks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -471,9 +471,7 @@ class Residents:
                 pinned = [model.entry.id for model in models if model.pinned and model not in without]
                 if not pinned:
                     raise
-                note = (
-                    f"{', '.join(pinned)} stay in memory, because they are pinned; lab.keep(ID, pin=False) releases one"
-                )
+                note = f"pinned models stay in memory: {', '.join(pinned)}; lab.keep(ID, pin=False) releases one"
                 raise OutOfMemoryError(f"{exc.message}; {note}", param=exc.param) from exc
             return leaving
         raise AssertionError("unreachable")
@@ -545,7 +543,12 @@ class Residents:
                 staying = [other for other in self.now.models if other is not same]
                 room_bytes = self._engines.room_bytes(entry, staying)
                 load = self._engines.of(entry).load(files, spec, room_bytes=room_bytes)
-                model = await within_limit(load, entry, self._settings.load_timeout_s)
+                try:
+                    model = await within_limit(load, entry, self._settings.load_timeout_s)
+                except UnusableModelError:
+                    # A file that was removed or changed meanwhile is the reason, whatever the engine has reported.
+                    await in_thread(functools.partial(require_unchanged, files))
+                    raise
                 if (lost := model.lost) is not None:
                     raise type(lost)(lost.message)
                 self._counts.begin(model)

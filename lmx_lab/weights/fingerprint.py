@@ -34,7 +34,12 @@ def require_unchanged(entry: ModelEntry) -> None:
     Raises:
         UnusableModelError: a file was changed, replaced or removed.
     """
-    if entry.marks != tuple(_marks(entry.path)):
+    marks = tuple(_marks(entry.path))
+    if missing := sorted({mark.name for mark in entry.marks} - {mark.name for mark in marks}):
+        raise UnusableModelError(
+            f"{missing[0]} was removed while {entry.id} was loaded; fetch the model again", param="model"
+        )
+    if entry.marks != marks:
         raise UnusableModelError(f"{entry.path} was changed while it was loaded; load it again", param="model")
     if entry.draft is not None:
         require_unchanged(entry.draft)

@@ -194,7 +194,7 @@ async def test_memory_decides_how_many_models_stay():
         assert in_memory(lab) == ["three", "two"]
         await lab.manager.keep("two", pin=True)
         await lab.manager.keep("three", pin=True)
-        with pytest.raises(OutOfMemoryError, match=r"; three, two stay in memory, because they are pinned; lab\.keep"):
+        with pytest.raises(OutOfMemoryError, match=r"; pinned models stay in memory: three, two; lab\.keep"):
             await load(lab, ONE)
         await lab.manager.keep("three", pin=False)
         await load(lab, ONE)

@@ -192,9 +192,22 @@ async def test_an_mlx_file_that_is_truncated_while_it_is_read_is_refused_and_the
     good = (await run(manager))[0]
     size = weights_of(path).stat().st_size
     _after_the_header(monkeypatch, lambda: os.truncate(weights_of(path), size // 2))
-    with pytest.raises(UnusableModelError, match=r"Unable to read.*; the previous model tiny is loaded again$"):
+    message = r"copy was changed while it was loaded; load it again; the previous model tiny is loaded again$"
+    with pytest.raises(UnusableModelError, match=message):
         await load_entry(manager, entry_of(path))
     assert (await run(manager))[0] == good
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+async def test_a_load_whose_files_are_removed_names_one_of_them(manager, tiny, *, copy, monkeypatch, format_):
+    path = copy(format_)
+    await load_entry(manager, tiny)
+
+    _after_the_header(monkeypatch, lambda: shutil.rmtree(path) if path.is_dir() else path.unlink())
+    message = rf"^{path}\S* was removed while \S+ was loaded; fetch the model again; the previous model tiny is loaded"
+    with pytest.raises(UnusableModelError, match=message):
+        await load_entry(manager, entry_of(path))
+    assert (await run(manager))[1].output_tokens > 0
 
 
 @pytest.mark.parametrize("format_", FORMATS)

@@ -56,7 +56,10 @@ SIGNAL_CAUSES: Mapping[int, str] = {
     signal.SIGBUS: ": its file was changed or cut short while it was loaded, or can no longer be read",
 }
 """The most likely cause of a signal from the system, as part of an error message."""
-OUT_OF_MEMORY = re.compile(r"failed to allocate|out of memory|cannot allocate|bad_alloc", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(
+    r"failed to allocate|out of memory|cannot allocate|bad_alloc|memory ran out|it used more than .* of memory",
+    re.IGNORECASE,
+)
 
 
 def missing_part(libraries: Sequence[str] = LIBRARIES) -> str | None:
@@ -237,7 +240,9 @@ class LlamaProcess:
                 raise OutOfMemoryError(
                     f"{path} does not fit in memory: {reason}; choose a smaller or more quantized model, or fewer slots"
                 )
-            raise UnusableModelError(f"{path} cannot be loaded by llama.cpp: {reason}", param="model")
+            raise UnusableModelError(
+                f"{path} cannot be loaded by llama.cpp: {reason}; fetch it again, or use another model", param="model"
+            )
 
     async def send(self, message: Mapping[str, Any]) -> None:
         """Write a line to the standard input of the process, unless the process has ended."""

@@ -197,8 +197,11 @@ def _load_error(entry: ModelEntry, exc: BaseException, limit_bytes: int, *, para
         return exc
     if memory.is_out_of_memory(exc):
         return OutOfMemoryError(f"{entry.id} does not fit in memory ({limit_bytes / 1e9:.1f} GB are allowed): {exc}")
-    reason = f"{type(exc).__name__}: {exc}"
-    return UnusableModelError(f"{entry.id} at {entry.path} cannot be loaded: {reason}", param=param)
+    # Some messages of mlx-lm have several lines.
+    reason = f"{type(exc).__name__}: {' '.join(str(exc).split())}".rstrip(".")
+    return UnusableModelError(
+        f"{entry.id} at {entry.path} cannot be loaded: {reason}; fetch it again, or use another model", param=param
+    )
 
 
 def plan_load(entry: ModelEntry, *, limit_bytes: int, dtype: str, context_length: int | None) -> LoadPlan:

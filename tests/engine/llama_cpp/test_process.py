@@ -106,6 +106,18 @@ async def test_a_load_ends_when_other_programs_take_its_memory(long_gguf):
         await LlamaProcess.start(long_gguf, {}, environ={}, max_bytes=2**33, free_bytes=lambda: 10**7)
 
 
+async def test_a_process_that_the_system_kills_during_a_load_is_an_error_of_the_memory(long_gguf, tmp_path):
+    killed = tmp_path / "killed_while_loading.py"
+    killed.write_text("import os, signal, sys\nsys.stdin.readline()\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(OutOfMemoryError, match="ended by SIGKILL, probably because memory ran out; choose a smaller"):
+        await LlamaProcess.start(long_gguf, {}, environ={}, max_bytes=2**33, program=[str(killed)])
+
+
+async def test_a_load_that_exceeds_its_limit_is_an_error_of_the_memory(long_gguf):
+    with pytest.raises(OutOfMemoryError, match=r"it used more than 0\.0 GB of memory; choose a smaller"):
+        await LlamaProcess.start(long_gguf, {}, environ={}, max_bytes=2**20)
+
+
 async def test_the_previous_model_is_loaded_again_if_other_programs_use_the_memory(long_gguf, tmp_path):
     entry, total = entry_of(long_gguf), 2**40
     needed = plan_context(entry, read_header(entry.path), slots=2, limit_bytes=2**30).bytes - entry.load_bytes
