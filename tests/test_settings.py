@@ -60,7 +60,7 @@ def test_the_error_about_an_invalid_value_names_the_setting(environ, overrides):
 
 
 def test_the_error_about_a_number_of_resident_models_names_the_value_the_limits_and_auto():
-    with pytest.raises(InvalidRequestError, match="^resident is 0; it must be from 1 to 64, or auto$"):
+    with pytest.raises(InvalidRequestError, match=r"^resident is 0; it must be from 1 to 64, or auto$"):
         Settings.read({"LMX_LAB_RESIDENT": "0"})
 
 

@@ -69,7 +69,9 @@ def read_entry(location: ModelLocation) -> ModelEntry:
         facts = read_facts(location.path)
         modified_at = int(os.stat(location.path).st_mtime)
     except OSError as exc:
-        raise UnusableModelError(f"{location.path} cannot be read: {exc.strerror}; check its permissions") from exc
+        raise UnusableModelError(
+            f"{location.path} cannot be read: {exc.strerror}; check its permissions, or fetch it again"
+        ) from exc
     # vars keeps the values of the fields; asdict would also convert the measurements of a copy.
     return ModelEntry(**vars(location), **vars(facts), modified_at=modified_at)
 
