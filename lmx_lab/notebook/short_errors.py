@@ -94,9 +94,14 @@ def _interrupt(error: BaseException, trace: TracebackType | None) -> list[str]:
         return []
     files = [frame.filename for frame in traceback.extract_tb(trace)]
     inside = [at for at, file in enumerate(files) if file.startswith(PACKAGE)]
-    if not inside or not all(file.startswith((PACKAGE, "<frozen", *LIBRARIES)) for file in files[inside[0] :]):
+    if not inside or not all(map(_is_library, files[inside[0] :])):
         return []
     return [str(error) or REMEDY]
+
+
+def _is_library(file: str) -> bool:
+    # Compiled modules, such as those of zmq, have relative paths.
+    return file.startswith((PACKAGE, "<frozen", *LIBRARIES)) or not (file.startswith("<") or Path(file).is_absolute())
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

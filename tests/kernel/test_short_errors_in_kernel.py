@@ -92,6 +92,21 @@ def test_an_interrupt_is_the_line_that_it_ended(notebook, call, name):
     assert second == "%tb shows the traceback"
 
 
+def test_an_interrupt_in_a_compiled_module_that_the_package_calls_is_the_line_that_it_ended(notebook):
+    # Sending a display to the front end is such code of zmq.
+    notebook.run(
+        "compiled = compile('def publish(*_, **__): raise KeyboardInterrupt', 'zmq/backend/cython/_zmq.py', 'exec')\n"
+        "names = {}\nexec(compiled, names)\npublisher = get_ipython().display_pub\n"
+        "usual, publisher.publish = publisher.publish, names['publish']"
+    )
+    try:
+        output = notebook.fail("lab.chat('hello', stream=True)")
+    finally:
+        notebook.run("publisher.publish = usual")
+    assert output.traceback[0].endswith("], line 1:  lab.chat('hello', stream=True)"), show(output)
+    assert len(output.traceback) == 2
+
+
 def test_an_interrupt_in_a_function_of_the_caller_is_shown_as_usual(notebook):
     code = "def stopped(row):\n    raise KeyboardInterrupt\nlist(lab.map(iter([{'a': 1}]), stopped))"
     output = notebook.fail(code)
