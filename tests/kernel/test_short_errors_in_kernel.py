@@ -84,7 +84,7 @@ def test_an_interrupt_is_the_line_that_it_ended(notebook, call, name):
     url = notebook.run("print(lab.url)")
     notebook.start(call)
     with LabClient(url) as client:
-        until(client.clients)
+        until(lambda: any(request.completion_tokens for request in client.clients()))
     notebook.manager.interrupt_kernel()
     first, second = notebook.read().traceback
     assert first.startswith(f"{name}: Cell In[")
