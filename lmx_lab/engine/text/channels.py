@@ -206,7 +206,8 @@ class ChannelParser:
             self._close_call("")
         self._output.reasoning.append(self._reasoning_whitespace.take())
         self._end_content()
-        self._end_run()
+        if self._after_call:
+            self._end_run()
         return self._take_output()
 
     def _take_output(self) -> ChannelOutput:
@@ -274,7 +275,8 @@ class ChannelParser:
         """Output text that is certain to be content. It is followed only by whitespace that is held back."""
         if not text or self._cut is not None:
             return
-        self._end_run()
+        if self._after_call:
+            self._end_run()
         begin = self._read - self._whitespace.held - len(text) - self.stops.held
         certain, stopped = self.stops.feed(text)
         self._append_content(certain)
