@@ -300,7 +300,8 @@ def test_each_chunk_may_have_the_timings_so_far(http, path):
         return [json.loads(each) for each in data]
 
     timed = [part["timings"] for part in parts(timings_per_token=True) if "timings" in part]
-    assert len(timed) >= 4
+    # A busy machine sends several tokens in a chunk.
+    assert len(timed) > 1
     tokens = [each["predicted_n"] for each in timed]
     assert (tokens, tokens[-1]) == (sorted(tokens), 6)
     prompts = {each["cache_n"] + each["prompt_n"] for each in timed}

@@ -15,7 +15,7 @@ from lmx_lab.engine.llama_cpp.process import SCRIPT
 from lmx_lab.engine.mlx import memory
 from lmx_lab.engine.sandbox import SandboxPool, shared_pool
 from lmx_lab.engine.tokenizing.templates import TemplateLimitError, TemplateRefusalError, render, render_chat
-from lmx_lab.errors import UnusableModelError
+from lmx_lab.errors import OutOfMemoryError, UnusableModelError
 from tests.support.families import FAMILIES
 from tests.support.gguf import with_template
 from tests.support.labs import manager_of, serving
@@ -224,7 +224,7 @@ def test_a_gguf_template_that_never_ends_when_its_format_is_detected_is_rejected
 def test_a_llama_cpp_process_that_uses_too_much_memory_during_a_load_is_stopped(gguf_lab, tiny_gguf, monkeypatch):
     limit = memory.limit_bytes(None)
     monkeypatch.setattr(engine_module, "EXTRA_BYTES", 2**20 - limit - limit // 10)
-    with pytest.raises(UnusableModelError, match=r"used more than .* GB of memory"):
+    with pytest.raises(OutOfMemoryError, match=r"used more than .* GB of memory"):
         gguf_lab[0].load(str(tiny_gguf))
 
 

@@ -75,7 +75,7 @@ class LlamaScorer:
             progress: Called with the number of tokens that were scored so far.
 
         Raises:
-            OutOfMemoryError: there is too little memory for another context.
+            OutOfMemoryError: there is too little memory for another context, or memory ran out during its start.
             UnusableModelError: the file has changed.
             EngineError: the process ended, or could not be started.
         """
